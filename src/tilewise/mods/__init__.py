@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .block_mask import BlockSparseTensors, create_block_sparse, from_block_mask
-from .trace import Modifier, TracedMod, trace
+from .trace import Modifier, TracedMod
+from .trace import trace as _trace
 
 __all__ = [
     "BlockSparseTensors",
@@ -30,7 +31,7 @@ def score_mod(fn: Callable[..., Any], aux_tensors: Sequence[torch.Tensor] | None
     Raises:
         TypeError, ValueError, UnsupportedError: as `tilewise.mods.trace.trace`.
     """
-    return TracedMod(*trace(fn, "score", aux_tensors))
+    return TracedMod(*_trace(fn, "score", aux_tensors))
 
 
 def mask_mod(fn: Callable[..., Any], aux_tensors: Sequence[torch.Tensor] | None = None) -> TracedMod:
@@ -42,4 +43,4 @@ def mask_mod(fn: Callable[..., Any], aux_tensors: Sequence[torch.Tensor] | None 
     Raises:
         TypeError, ValueError, UnsupportedError: as `tilewise.mods.trace.trace`.
     """
-    return TracedMod(*trace(fn, "mask", aux_tensors))
+    return TracedMod(*_trace(fn, "mask", aux_tensors))
