@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..canonical import digest as canonical_digest
 from ..errors import UnsupportedError, describe, wrong_type, wrong_value
@@ -285,16 +286,45 @@ class _Watch(TorchFunctionMode):
                 f"{func.__name__} at {where}",
             )
         if func is Tensor.__getitem__:
-            return _subscript(*args)
+            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(k, Tensor) and k.dtype in _MASKS for k in keys):
+                raise TypeError(f"{self.name}: expected integer indices, got a mask at {where}")
+            return _subscript(args[0], keys)
         return func(*args, **(kwargs or {}))
 
 
-def _subscript(t: Tensor, key: Any) -> Tensor:
+#: dtypes that torch takes as masks where it expects indices.
+_MASKS = (torch.bool, torch.uint8)
+
+
+class _ReadOnly(TorchDispatchMode):
+    """While the user's function runs: refuse writes to captured tensors before they happen."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments if func._schema.is_mutable else ():
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and not isinstance(given.get(argument.name), FakeTensor):
+                raise _side_effect(self.name, func, f" at {_user_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _side_effect(name: str, func: Any, where: str) -> ValueError:
+    return wrong_value(name, "a function without side effects", f"{func}, which writes in place{where}")
+
+
+def _subscript(t: Tensor, key: tuple[Any, ...]) -> Tensor:
     """Return t[key], with rank-0 integer tensors in `key` as indices that stay symbolic.
 
     Plain indexing would read their values. Everything else in the key is applied first.
     """
-    keys = list(key) if isinstance(key, tuple) else [key]
+    keys = list(key)
     if not any(isinstance(k, Tensor) for k in keys):
         return t[key]
     if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
@@ -332,13 +362,12 @@ def _trace(
     example = [torch.zeros((), dtype=d, device=device) for d in dtypes]
 
     def call(*args: Tensor) -> Tensor:
-        out = fn(*args) if aux is None else fn(*args, aux)
+        with _Watch(name), _ReadOnly(name):
+            out = fn(*args) if aux is None else fn(*args, aux)
         _check_result(out, name, score_dtype)
         return out  # type: ignore[no-any-return]
 
-    with _Watch(name):
-        raw = _make_fx(call, example)
-    return _lift(raw, kind)
+    return _lift(_make_fx(call, example), kind)
 
 
 def _make_fx(fn: Callable[..., Tensor], example: Sequence[Tensor], table: Any = None) -> fx.GraphModule:
@@ -464,8 +493,6 @@ def _operation(node: Any, graph: fx.Graph, env: dict[Any, fx.Node], name: str, r
         return graph.call_function(aten.full.default, (list(val.shape), value), {"dtype": val.dtype})
     if val.device != _device(node):
         raise wrong_value(name, "every tensor on one device", f"{op} to {val.device}{at(node)}")
-    if op == "aten.index.Tensor" and any(i is not None and i.meta["val"].dtype in _MASKS for i in node.args[1]):
-        raise TypeError(f"{name}: expected integer indices, got a mask{at(node)}")
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
     new = graph.node_copy(node, lambda n: env[n])
     new.target, new.kwargs = target, kwargs
@@ -487,14 +514,11 @@ def _out_of_place(node: Any, env: dict[Any, fx.Node], name: str) -> Any:
         own = OPS[str(written.target)] == POINTWISE and written.target not in _ALIASING
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     if not own or packet is None or target._overloadname not in packet.overloads():
-        raise wrong_value(name, "a function without side effects", f"{target}, which writes in place{at(node)}")
+        raise _side_effect(name, target, at(node))
     return getattr(packet, target._overloadname)
 
 
 _ALIASING = (aten.detach.default, aten.alias.default)
-
-#: dtypes that torch takes as masks where it expects indices.
-_MASKS = (torch.bool, torch.uint8)
 
 
 def _is_number(node: Any) -> bool:
