@@ -188,6 +188,11 @@ def trace(
         if fn.modifier.kind != kind:
             raise wrong_type(name, f"a function or a traced {name}", fn.modifier.name)
         return fn.modifier, fn.captures
+    if torch.compiler.is_dynamo_compiling():
+        from .dynamo import trace_in_graph
+
+        bound = fn if aux_tensors is None else lambda *scalars: fn(*scalars, list(aux_tensors))
+        return trace_in_graph(bound, kind, score_dtype)
     if not callable(fn):
         raise wrong_type(name, f"a function of ({', '.join(INPUTS[kind])})", fn)
     if hasattr(fn, "_dsl_cls"):  # set by the decorator @cute.jit
@@ -209,6 +214,13 @@ def trace(
             return modifier, captures
         entry = _CACHE.put(key, _Entry(modifier, slots))
     return entry.modifier, tuple(found.tensors[s] for s in entry.slots)
+
+
+def trace_graph(
+    fn: Callable[..., Any], kind: str, score_dtype: torch.dtype
+) -> tuple[Modifier, tuple[Tensor, ...]]:
+    """Return what `trace` does for a function that another tracer made: always traced anew."""
+    return _trace(fn, kind, None, score_dtype, torch.device("cpu"))
 
 
 # ---- cache of traces
@@ -269,12 +281,28 @@ _READS = frozenset(
 )
 
 
-class _Watch(TorchFunctionMode):
-    """While the user's function runs: keep subscripts as tensor operations, refuse reads of values, note places."""
+#: dtypes that torch takes as masks where it expects indices.
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Subscripts(TorchFunctionMode):
+    """Subscripts with rank-0 tensors stay tensor operations, where Python would read the tensors' values."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(k, Tensor) and k.dtype in _MASKS for k in keys):
+            raise TypeError(f"{self.name}: expected integer indices, got a mask at {_user_line()}")
+        return _subscript(args[0], keys)
+
+
+class _Watch(Subscripts):
+    """While the user's function runs: refuse reads of values, note the place of each operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where = _user_line()
@@ -285,23 +313,14 @@ class _Watch(TorchFunctionMode):
                 "no Python control flow or conversion that depends on a tensor's value (torch.where chooses by value)",
                 f"{func.__name__} at {where}",
             )
-        if func is Tensor.__getitem__:
-            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(k, Tensor) and k.dtype in _MASKS for k in keys):
-                raise TypeError(f"{self.name}: expected integer indices, got a mask at {where}")
-            return _subscript(args[0], keys)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
-#: dtypes that torch takes as masks where it expects indices.
-_MASKS = (torch.bool, torch.uint8)
-
-
-class _ReadOnly(TorchDispatchMode):
+class _ReadOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While the user's function runs: refuse writes to captured tensors before they happen."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
