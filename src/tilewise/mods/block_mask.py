@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import describe, wrong_type, wrong_value
+from .interval import Interval, mask_bounds
 from .trace import trace
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 #: Values of a block map.
-ABSENT, PARTIAL, FULL = 0, 1, 2
+ABSENT, PARTIAL, FULL, _UNDECIDED = 0, 1, 2, 3
 
 
 class BlockSparseTensors(NamedTuple):
@@ -70,8 +71,12 @@ class BlockSparseTensors(NamedTuple):
 
         Reads the lists on the host: for the CPU.
         """
-        block_map = self.dense()
-        rows = block_map[b if block_map.shape[0] > 1 else 0, h if block_map.shape[1] > 1 else 0].tolist()
+
+        def one(t: Tensor) -> Tensor:
+            return t[b if t.shape[0] > 1 else 0, h if t.shape[1] > 1 else 0]
+
+        own: dict[str, Any] = {name: one(t) for name, t in self.tensors().items()}
+        rows = BlockSparseTensors(**own).dense().tolist()
         return [[(n, state == FULL) for n, state in enumerate(row) if state != ABSENT] for row in rows]
 
     def to_block_mask(
@@ -134,8 +139,8 @@ def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- from a mask_mod
-#: Scores looked at in one piece: bounds the memory of `create_block_sparse`.
-_STRIP = 2**24
+#: Pairs looked at in one piece: bounds the memory of `create_block_sparse`.
+_PIECE = 2**24
 
 
 def create_block_sparse(
@@ -152,7 +157,7 @@ def create_block_sparse(
 
     A block is full if every pair in it that lies within the sequences is visible (the lengths always hold), partial
     if some are. Axes B and H of the lists have size 1 where the mask does not depend on them. Never makes an Sq x Sk
-    tensor.
+    tensor: blocks are settled by bounds on their indices where that can be (`interval`), else looked at piece by piece.
 
     Args:
         mask_mod: function of (b, h, q_idx, kv_idx), or a traced one.
@@ -173,17 +178,30 @@ def create_block_sparse(
     nq, nk = -(-Sq // bq), -(-Sk // bk)
     if 0 in (B, H, nq, nk):
         return BlockSparseTensors.from_map(torch.zeros(B, H, nq, nk, dtype=torch.int8, device=device), (bq, bk))
+    first_q = (torch.arange(nq, device=device) * bq).view(1, 1, -1, 1)
+    first_k = (torch.arange(nk, device=device) * bk).view(1, 1, 1, -1)
     b = torch.arange(B, device=device).view(-1, 1, 1, 1)
     h = torch.arange(H, device=device).view(1, -1, 1, 1)
-    strips = []
-    step = max(1, _STRIP // (B * H * bq * nk * bk))
-    # Rows and columns beyond the sequence repeat its last one: they change neither "any" nor "all" of a block.
-    kv = torch.arange(nk * bk, device=device).clamp_max(Sk - 1).view(1, 1, 1, -1)
-    for first in range(0, nq, step):
-        q = torch.arange(first * bq, min(first + step, nq) * bq, device=device).clamp_max(Sq - 1).view(1, 1, -1, 1)
-        visible = modifier.tile(b, h, q, kv, *captures)
-        visible = visible.expand(visible.shape[0], visible.shape[1], q.shape[2], kv.shape[3])
-        blocks = visible.reshape(*visible.shape[:2], -1, bq, nk, bk)
-        some, every = blocks.any(-1).any(-2), blocks.all(-1).all(-2)
-        strips.append(some.to(torch.int8) + every.to(torch.int8))
-    return BlockSparseTensors.from_map(torch.cat(strips, dim=2), (bq, bk))
+    bounds = mask_bounds(
+        modifier,
+        b,
+        h,
+        Interval(first_q, (first_q + bq - 1).clamp_max(Sq - 1)),
+        Interval(first_k, (first_k + bk - 1).clamp_max(Sk - 1)),
+        captures,
+    )
+    varies = modifier.tile(b, h, first_q[:, :, :1], first_k[..., :1], *captures).shape[:2]
+    block_map = torch.full((*varies, nq, nk), _UNDECIDED, dtype=torch.int8, device=device)
+    if bounds is not None:
+        block_map[bounds.lo.expand_as(block_map)] = FULL
+        block_map[~bounds.hi.expand_as(block_map)] = ABSENT
+    rows, columns = torch.arange(bq, device=device).view(1, 1, -1, 1), torch.arange(bk, device=device)
+    undecided, step = (block_map == _UNDECIDED).nonzero(), max(1, _PIECE // (bq * bk))
+    for first in range(0, undecided.shape[0], step):
+        piece = undecided[first : first + step]
+        at = piece.view(-1, 4, 1, 1, 1).unbind(1)
+        # Rows and columns beyond the sequence repeat its last one: they change neither "any" nor "all" of a block.
+        q, kv = (at[2] * bq + rows).clamp_max(Sq - 1), (at[3] * bk + columns).clamp_max(Sk - 1)
+        visible = modifier.tile(at[0], at[1], q, kv, *captures).flatten(1)
+        block_map[piece.unbind(1)] = (visible.any(1).to(torch.int8) + visible.all(1)).to(torch.int8)
+    return BlockSparseTensors.from_map(block_map, (bq, bk))
