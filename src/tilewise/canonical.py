@@ -42,10 +42,10 @@ def encode(value: Any) -> str:
     if kind is torch.dtype:
         return f"d{str(value).removeprefix('torch.')}"
     if isinstance(value, Enum):
-        return f"e{kind.__qualname__}.{value.name}"
+        return f"e{kind.__module__}.{kind.__qualname__}.{value.name}"
     if is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen:  # noqa: B009  (not in the type stubs)
         body = ",".join(f"{f.name}={encode(getattr(value, f.name))}" for f in fields(kind))
-        return f"c{kind.__qualname__}{{{body}}}"
+        return f"c{kind.__module__}.{kind.__qualname__}{{{body}}}"
     raise TypeError(
         "value: expected None, bool, int, float, str, an Enum member, a dtype, a tuple or a frozen dataclass of these, "
         f"got {kind.__module__}.{kind.__qualname__}"

@@ -167,7 +167,9 @@ def test_broadcast_batch_and_head():
     lists = create_block_sparse(MASKS["documents per batch"], 3, 2, 200, 200, block_size=(16, 16))
     assert lists.mask_block_cnt.shape[:2] == (3, 1)
     assert lists.visible_blocks(2, 0) == lists.visible_blocks(2, 1) != lists.visible_blocks(1, 1)
-    mixed = lists._replace(**{k: getattr(lists_of([[0]] * 13, [[1]] * 13, 13), k) for k in ("full_block_cnt", "full_block_idx")})
+    mixed = lists._replace(
+        **{k: getattr(lists_of([[0]] * 13, [[1]] * 13, 13), k) for k in ("full_block_cnt", "full_block_idx")}
+    )
     assert mixed.dense().shape == (3, 1, 13, 13)
     assert all((1, True) in row for row in mixed.visible_blocks(2, 1))
 

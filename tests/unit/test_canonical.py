@@ -38,7 +38,23 @@ class Pair:
 
 DIFFERENT = [
     *(None, True, False, 0, 1, -1, 10**30, 0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 5e-324),
-    *("", "1", "N", "(i1)", "s1:1", (), (None,), (1,), ("1",), (1, 2), ((1,), 2), (1, (2,)), ("i1,i2",), ("a", "b"), ("a,s1:b",)),
+    *(
+        "",
+        "1",
+        "N",
+        "(i1)",
+        "s1:1",
+        (),
+        (None,),
+        (1,),
+        ("1",),
+        (1, 2),
+        ((1,), 2),
+        (1, (2,)),
+        ("i1,i2",),
+        ("a", "b"),
+        ("a,s1:b",),
+    ),
     *(Color.RED, Color.BLUE, Size.RED, torch.float32, torch.bfloat16, torch.int64, "float32"),
     *(Point(1), Point(1.0), Point(1, 1), Pair(1), Point((1, 0)), Point(None), Point(Point(1)), Point("1,y=i0")),
 ]
@@ -51,7 +67,12 @@ def test_different_values_have_different_texts():
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(list(Color) + [torch.float16]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(list(Color) + [torch.float16]),
     lambda inner: st.lists(inner, max_size=4).map(tuple) | st.builds(Point, inner, inner),
     max_leaves=8,
 )

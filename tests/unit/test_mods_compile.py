@@ -199,8 +199,12 @@ def test_a_torch_that_does_not_fit_is_told_the_public_way(monkeypatch):
 
     torch._dynamo.reset()
     monkeypatch.setattr(module, "_variable_class", missing)
-    monkeypatch.delitem(torch._dynamo.variables.higher_order_ops._hop_name_to_variable_class, module._NAME, raising=False)
+    monkeypatch.delitem(
+        torch._dynamo.variables.higher_order_ops._hop_name_to_variable_class, module._NAME, raising=False
+    )
     run, _ = compiled(defined_inside)
     with pytest.raises(Exception, match=r"outside the compiled region with tilewise\.mods\.score_mod\(fn\)"):
         run(torch.randn(2, 3, 4, 5), torch.randn(3), 2.0)
-    torch.testing.assert_close(compiled(traced)[0](torch.ones(1, 3, 1, 1), TABLE, 2.0), traced(torch.ones(1, 3, 1, 1), TABLE, 2.0))
+    torch.testing.assert_close(
+        compiled(traced)[0](torch.ones(1, 3, 1, 1), TABLE, 2.0), traced(torch.ones(1, 3, 1, 1), TABLE, 2.0)
+    )

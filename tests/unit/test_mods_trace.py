@@ -1,11 +1,15 @@
-"""Tracing of score_mod and mask_mod: what is computed, what is captured, what is refused, and when a trace is reused."""
+"""Tracing of mods: what is computed, what is captured, what is refused, and when a trace is reused."""
 
 import functools
+import itertools
 import math
+import random
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -62,10 +66,14 @@ SCORES = {
     "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
     "table by three indices": lambda s, b, h, q, k: s + TABLE[h, q, k],
     "table by chained indices": lambda s, b, h, q, k: s + TABLE[h][q][k],
-    "table by derived and negative indices": lambda s, b, h, q, k: s + TABLE[h, (q - k) // 2, torch.remainder(k - q, 5)],
+    "table by derived and negative indices": lambda s, b, h, q, k: (
+        s + TABLE[h, (q - k) // 2, torch.remainder(k - q, 5)]
+    ),
     "table of indices": lambda s, b, h, q, k: s + SLOPES[IDS[k]],
     "last axis first": lambda s, b, h, q, k: s + TABLE[0, 1][k] + TABLE[2][q % 4, 3],
-    "computed from the captured tensor alone": lambda s, b, h, q, k: s + torch.exp(SLOPES)[h] + TABLE.transpose(0, 2)[k, q, h],
+    "computed from the captured tensor alone": lambda s, b, h, q, k: (
+        s + torch.exp(SLOPES)[h] + TABLE.transpose(0, 2)[k, q, h]
+    ),
     "rank-0 tensor of another dtype": lambda s, b, h, q, k: s * TEMPERATURE,
     "softcap": lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0),
     "where with numbers": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf),
@@ -74,7 +82,9 @@ SCORES = {
     "in place on its own value": _inplace,
     "helper with default": lambda s, b, h, q, k: _helper(s) + _helper(s, 2.0),
     "integer arithmetic": lambda s, b, h, q, k: s + ((q * 3 + k) % 4) + (q | k) + (q // 2) + (k >> 1) + min(3, 4),
-    "minimum, clamp, abs, pow": lambda s, b, h, q, k: torch.minimum(s.abs() ** 1.5, s.clamp(-1, 1) ** 2) + torch.sqrt(s * s + 1),
+    "minimum, clamp, abs, pow": lambda s, b, h, q, k: (
+        torch.minimum(s.abs() ** 1.5, s.clamp(-1, 1) ** 2) + torch.sqrt(s * s + 1)
+    ),
     "not on the score": lambda s, b, h, q, k: TABLE[h, q, k],
     "partial": functools.partial(lambda w, s, b, h, q, k: s * w, 0.25),
 }
@@ -193,6 +203,13 @@ class _Config:
 _config = _Config()
 
 
+class _Classed:
+    window = 2
+
+
+_classed = _Classed()
+
+
 class _Dynamic:
     def __getattr__(self, name):
         return _WINDOW
@@ -210,6 +227,7 @@ def _set_window(value):
     _LIMITS["window"] = value
     _settings.window = value
     _config.window = value
+    _Classed.window = value
 
 
 READERS = {
@@ -223,6 +241,7 @@ READERS = {
     "getattr": lambda b, h, q, k: q - k < getattr(_config, "win" + "dow"),
     "globals": lambda b, h, q, k: q - k < globals()["_WINDOW"],
     "nested function": lambda b, h, q, k: (lambda: q - k < _WINDOW)(),
+    "the class of an object": lambda b, h, q, k: q - k < _classed.__class__.window,
     "import in the body": lambda b, h, q, k: q - k < __import__(__name__, fromlist=["x"])._WINDOW,
 }
 
@@ -231,7 +250,11 @@ READERS = {
 def test_a_changed_number_is_always_seen(fn):
     def visible():
         modifier, captures = trace(fn, "mask")
-        return int(modifier.apply_mask(torch.tensor([0]), torch.tensor([0]), torch.tensor([9]), torch.arange(10), captures).sum())
+        return int(
+            modifier.apply_mask(
+                torch.tensor([0]), torch.tensor([0]), torch.tensor([9]), torch.arange(10), captures
+            ).sum()
+        )
 
     try:
         seen = [visible()]
@@ -280,6 +303,71 @@ def test_a_repeated_call_does_not_trace_again(monkeypatch):
     assert len(calls) == 1
     trace(make(0.124, torch.randn(3)), "score")
     assert len(calls) == 2
+
+
+@dataclass(frozen=True)
+class _Settings:
+    window: int
+    table: torch.Tensor
+
+
+def test_a_dataclass_of_numbers_and_tensors():
+    def by(config):
+        return lambda s, b, h, q, k: s * config.window + config.table[h]
+
+    one = torch.ones(1, 1, 1, 1)
+    first = by(_Settings(2, torch.tensor([1.0])))
+    assert fingerprint(first) is not None
+    assert [applied(by(_Settings(w, torch.tensor([t]))), one).item() for w, t in ((2, 1.0), (3, 1.0), (2, 4.0))] == [
+        3,
+        4,
+        6,
+    ]
+    assert applied(first, one).item() == 3
+
+
+@functools.lru_cache
+def _remembered():
+    return 1.0
+
+
+class _Callable:
+    factor = 2.0
+
+    def __call__(self, s, b, h, q, k):
+        return s * self.factor
+
+
+def test_an_object_that_is_called():
+    fn = _Callable()
+    one = torch.ones(1, 1, 1, 1)
+    assert fingerprint(fn) is not None and applied(fn, one).item() == 2
+    fn.factor = 3.0
+    assert applied(fn, one).item() == 3
+
+
+OPAQUE = {
+    "a function with a memory of its own": lambda s, b, h, q, k: s * _remembered(),
+    "random numbers": lambda s, b, h, q, k: s * random.random(),
+    "an array": lambda s, b, h, q, k: s * ARRAY[0],
+    "an iterator": lambda s, b, h, q, k: s * next(COUNTER),
+    "a set": lambda s, b, h, q, k: s * len({*SET}),
+    "a module that is imported in the body": lambda s, b, h, q, k: s * __import__("json").__name__.count("j"),
+}
+ARRAY, COUNTER, SET = np.ones(3), itertools.count(1), {1}
+
+
+@pytest.mark.parametrize("fn", OPAQUE.values(), ids=OPAQUE.keys())
+def test_what_cannot_be_pinned_down_is_traced_every_time(fn):
+    assert fingerprint(fn) is None
+    applied(fn, torch.ones(1, 1, 1, 1))
+
+
+def test_a_counter_counts():
+    fn = OPAQUE["an iterator"]
+    one = torch.ones(1, 1, 1, 1)
+    first = applied(fn, one).item()
+    assert applied(fn, one).item() == first + 1
 
 
 # ---- digests
@@ -417,7 +505,12 @@ _cute._dsl_cls = object
 
 LINE = r"test_mods_trace\.py:\d+"
 REFUSED = [
-    ("score", _branch, ValueError, rf"score_mod: .*torch\.where.* __bool__ at .*test_mods_trace\.py:{_branch.__code__.co_firstlineno + 1}"),
+    (
+        "score",
+        _branch,
+        ValueError,
+        rf"score_mod: .*torch\.where.* __bool__ at .*test_mods_trace\.py:{_branch.__code__.co_firstlineno + 1}",
+    ),
     ("score", lambda s, b, h, q, k: s * float(TEMPERATURE), ValueError, rf"score_mod: .*__float__ at .*{LINE}"),
     ("score", lambda s, b, h, q, k: s * TEMPERATURE.item(), ValueError, rf"score_mod: .*item at .*{LINE}"),
     ("score", lambda s, b, h, q, k: s * SLOPES.tolist()[0], ValueError, rf"score_mod: .*tolist at .*{LINE}"),
@@ -430,16 +523,46 @@ REFUSED = [
     ("score", lambda s, b, h, q, k: None, TypeError, "score_mod: expected a function that returns a tensor, got None"),
     ("score", lambda s, b, h, q, k: s + SLOPES, ValueError, r"score_mod: expected .*rank 0.*got shape \(3,\)"),
     ("score", lambda s, b, h, q, k: TABLE[h], ValueError, r"score_mod: expected .*rank 0.*got shape \(4, 5\)"),
-    ("score", lambda b, h, q, k: q, TypeError, r"score_mod: expected a function of \(score, b, h, q_idx, kv_idx\), got .*lambda"),
-    ("mask", lambda s, b, h, q, k: q, TypeError, r"mask_mod: expected a function of \(b, h, q_idx, kv_idx\), got .*lambda"),
+    (
+        "score",
+        lambda b, h, q, k: q,
+        TypeError,
+        r"score_mod: expected a function of \(score, b, h, q_idx, kv_idx\), got .*lambda",
+    ),
+    (
+        "mask",
+        lambda s, b, h, q, k: q,
+        TypeError,
+        r"mask_mod: expected a function of \(b, h, q_idx, kv_idx\), got .*lambda",
+    ),
     ("score", 3, TypeError, "score_mod: expected a function of .*, got 3"),
     ("mask", mask_mod, TypeError, "mask_mod: expected a function of .*, got mask_mod"),
     ("score", _counter, ValueError, rf"score_mod: expected .*without side effects.*add_.* at .*{LINE}"),
     ("score", _write_through_a_view, ValueError, rf"score_mod: expected .*without side effects.*mul_.* at .*{LINE}"),
-    ("score", lambda s, b, h, q, k: s + torch.rand(()), UnsupportedError, rf"score_mod: expected pointwise .*aten.rand.* at .*{LINE}"),
-    ("score", lambda s, b, h, q, k: s + SLOPES.sum(), UnsupportedError, rf"score_mod: expected pointwise .*aten.sum.* at .*{LINE}"),
-    ("score", lambda s, b, h, q, k: s + (TABLE[h] * 2)[q, k], UnsupportedError, rf"score_mod: .*aten.mul.* at .*{LINE}"),
-    ("score", lambda s, b, h, q, k: s + SLOPES[h > 1], TypeError, rf"score_mod: expected integer indices, got a mask at .*{LINE}"),
+    (
+        "score",
+        lambda s, b, h, q, k: s + torch.rand(()),
+        UnsupportedError,
+        rf"score_mod: expected pointwise .*aten.rand.* at .*{LINE}",
+    ),
+    (
+        "score",
+        lambda s, b, h, q, k: s + SLOPES.sum(),
+        UnsupportedError,
+        rf"score_mod: expected pointwise .*aten.sum.* at .*{LINE}",
+    ),
+    (
+        "score",
+        lambda s, b, h, q, k: s + (TABLE[h] * 2)[q, k],
+        UnsupportedError,
+        rf"score_mod: .*aten.mul.* at .*{LINE}",
+    ),
+    (
+        "score",
+        lambda s, b, h, q, k: s + SLOPES[h > 1],
+        TypeError,
+        rf"score_mod: expected integer indices, got a mask at .*{LINE}",
+    ),
     ("score", _cute, UnsupportedError, "score_mod: backend cpu cannot run a @cute.jit function; .*torch operations"),
 ]
 
@@ -481,4 +604,6 @@ def test_float64_scores_keep_their_precision():
     def fn(s, b, h, q, k):
         return s + (q * 0 + 1).to(s.dtype) / 3
 
-    assert torch.equal(applied(fn, score, score_dtype=torch.float64), score + torch.tensor(1.0, dtype=torch.float64) / 3)
+    assert torch.equal(
+        applied(fn, score, score_dtype=torch.float64), score + torch.tensor(1.0, dtype=torch.float64) / 3
+    )

@@ -1,4 +1,12 @@
-"""Modifications of attention, written once as PyTorch functions: score_mod, mask_mod, and block sparsity."""
+"""Modifications of attention, written once as PyTorch functions: score_mod, mask_mod, and block sparsity.
+
+    from tilewise import flash_attn_func, mods
+
+    packed = mods.and_masks(mods.causal(), mods.document(ids))
+    out, lse = flash_attn_func(q, k, v, score_mod=mods.alibi(slopes), mask_mod=packed)
+
+Any pointwise function does as well: `library` has the common ones, `trace` says what such a function may do.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,21 @@ from typing import Any
 import torch
 
 from .block_mask import BlockSparseTensors, create_block_sparse, from_block_mask
+from .library import (
+    alibi,
+    alibi_slopes,
+    and_masks,
+    causal,
+    dilated,
+    document,
+    not_masks,
+    or_masks,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
+from .show import show
 from .trace import Modifier, TracedMod
 from .trace import trace as _trace
 
@@ -15,10 +38,23 @@ __all__ = [
     "BlockSparseTensors",
     "Modifier",
     "TracedMod",
+    "alibi",
+    "alibi_slopes",
+    "and_masks",
+    "causal",
     "create_block_sparse",
+    "dilated",
+    "document",
     "from_block_mask",
     "mask_mod",
+    "not_masks",
+    "or_masks",
+    "prefix_lm",
+    "relative_bias",
     "score_mod",
+    "show",
+    "sliding_window",
+    "softcap",
 ]
 
 

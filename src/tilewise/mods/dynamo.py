@@ -106,9 +106,7 @@ def _variable_class() -> Any:
     return TraceModVariable
 
 
-def _trace_speculated(
-    module: fx.GraphModule, kind: str, score_dtype: torch.dtype
-) -> tuple[Modifier, list[str]]:
+def _trace_speculated(module: fx.GraphModule, kind: str, score_dtype: torch.dtype) -> tuple[Modifier, list[str]]:
     """Return the Modifier of a graph captured by Dynamo, and the names of the placeholders that are its captures."""
     _make_constant(module.graph)
     lifted = module.graph.find_nodes(op="placeholder")[len(INPUTS[kind]) :]

@@ -29,6 +29,20 @@ Tensor = torch.Tensor
 #: Modules whose functions depend on their arguments alone.
 _PURE_MODULES = frozenset({"math", "cmath", "operator", "_operator"})
 
+#: Other functions of that kind.
+_PURE_FUNCTIONS = (functools.reduce,)
+
+#: Methods that no expression in a modifier calls, though a class has them: what they read does not matter.
+_UNUSED_METHODS = frozenset("__init__ __post_init__ __repr__ __str__ __setattr__ __delattr__ __hash__".split())
+
+#: What only classes written in C have among their attributes.
+_WRITTEN_IN_C = (
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.BuiltinFunctionType,
+)
+
 #: Builtins that look at nothing but their arguments; the others (getattr, globals, eval, ...) defeat the analysis.
 _PURE_BUILTINS = set(
     "abs all any bool divmod enumerate float int isinstance len list max min pow print range reversed round slice "
@@ -36,7 +50,10 @@ _PURE_BUILTINS = set(
 )
 
 #: Names that reach values behind the back of this analysis.
-_OPAQUE_NAMES = frozenset({"__dict__", "__globals__", "__closure__", "__code__", "__getattribute__"})
+_OPAQUE_NAMES = frozenset({"__dict__", "__class__", "__globals__", "__closure__", "__code__", "__getattribute__"})
+
+#: Comparisons that `dataclass` writes: they name `__class__`, and only to compare it.
+_GENERATED = ("<string>", frozenset({"__eq__", "__lt__", "__le__", "__gt__", "__ge__"}))
 
 
 class _Opaque(Exception):
@@ -67,6 +84,8 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     """Return the global and attribute names in `code` and in the code nested in it; None if it imports a module that is
     neither torch nor pure, or names something opaque."""
     names = dict.fromkeys(code.co_names)
+    if code.co_filename == _GENERATED[0] and code.co_name in _GENERATED[1]:
+        names.pop("__class__", None)
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             root = str(instruction.argval).split(".")[0]
@@ -81,10 +100,21 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     return None if _OPAQUE_NAMES & names.keys() else tuple(names)
 
 
+def _in_torch(module: Any) -> bool:
+    return isinstance(module, str) and (module == "torch" or module.startswith("torch."))
+
+
 def _from_torch(value: Any) -> bool:
     """Whether a function, class or module is part of torch."""
-    module = getattr(value, "__module__", None) or getattr(value, "__name__", None) or ""
-    return isinstance(module, str) and (module == "torch" or module.startswith("torch."))
+    return _in_torch(getattr(value, "__module__", None) or getattr(value, "__name__", None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain(kind: type) -> bool:
+    """Whether the attributes of the instances of a class can be found without running its code."""
+    dynamic = "__getattr__" in vars(kind) or "__getattribute__" in vars(kind)
+    written_in_c = any(isinstance(a, _WRITTEN_IN_C) for a in vars(kind).values())
+    return not (dynamic or written_in_c or _from_torch(kind))
 
 
 class _Walk:
@@ -180,10 +210,12 @@ class _Walk:
         return f.__code__, cells, self.value(f.__defaults__), self.value(f.__kwdefaults__), tuple(used)
 
     def _builtin(self, v: types.BuiltinFunctionType) -> Hashable:
-        home = getattr(v.__self__, "__name__", None) if isinstance(v.__self__, types.ModuleType) else None
-        module = v.__module__ or home or ""
+        owner = v.__self__  # the module or the class that it belongs to, or the object it is bound to
+        module = v.__module__ or getattr(
+            owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", None
+        )
         pure = module in _PURE_MODULES or (module == "builtins" and v.__name__ in _PURE_BUILTINS)
-        if pure or module.split(".")[0] == "torch" or "torch" in type(v.__self__).__module__.split("."):
+        if pure or v in _PURE_FUNCTIONS or (not isinstance(owner, Tensor) and _in_torch(module)):
             return "builtin", v
         raise _Opaque
 
@@ -200,15 +232,14 @@ class _Walk:
     def _object(self, v: Any) -> Hashable:
         kind = type(v)
         own = [c for c in kind.__mro__ if c not in (object, torch.nn.Module)]
-        dynamic = {"__getattr__", "__getattribute__"}
-        if any(c.__module__ == "builtins" or _from_torch(c) or dynamic & vars(c).keys() for c in own):
+        if not all(map(_is_plain, own)):
             raise _Opaque
         if self._first_time(v):
             self._owners.append(v)
             # Operators and calls reach these without naming them.
             special = [f for c in own for n, f in vars(c).items() if n.startswith("__") or n == "forward"]
-            functions = [f for f in special if type(f) is types.FunctionType and f.__name__ != "__init__"]
-            return kind, self._seen[id(v)], tuple(map(self.value, functions))
+            methods = [f for f in special if type(f) is types.FunctionType and f.__name__ not in _UNUSED_METHODS]
+            return kind, self._seen[id(v)], tuple(map(self.value, methods))
         return kind, self._seen[id(v)]
 
     def _attribute(self, owner: Any, name: str) -> Hashable:

@@ -216,9 +216,7 @@ def trace(
     return entry.modifier, tuple(found.tensors[s] for s in entry.slots)
 
 
-def trace_graph(
-    fn: Callable[..., Any], kind: str, score_dtype: torch.dtype
-) -> tuple[Modifier, tuple[Tensor, ...]]:
+def trace_graph(fn: Callable[..., Any], kind: str, score_dtype: torch.dtype) -> tuple[Modifier, tuple[Tensor, ...]]:
     """Return what `trace` does for a function that another tracer made: always traced anew."""
     return _trace(fn, kind, None, score_dtype, torch.device("cpu"))
 
