@@ -1,0 +1,177 @@
+"""The Hopper backend: what it refuses, and from a call to a launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import NoReturn
+
+import torch
+
+from ...compile.key import CompileKey
+from ...errors import UnsupportedError
+from ...problem import AttentionInputs, AttentionProblem, Gradients, TensorSig
+from ...target import Target, capability, multiprocessors
+from .config import ForwardConfig, choose
+
+Tensor = torch.Tensor
+
+ARCH = "sm_90a"
+
+#: Bounds are added to positions in 32 bits; no sequence is this long.
+FAR = 2**29
+
+
+class Sm90Backend:
+    """Attention on GPUs of compute capability 9.0."""
+
+    name = "sm90"
+
+    def rejections(self, problem: AttentionProblem, device: torch.device) -> list[str]:
+        """Return why `problem` cannot run here; empty if it can."""
+        p, reasons = problem, []
+        if device.type != "cuda":
+            reasons.append(f"q is on {device}, not on a CUDA device")
+        elif capability(device.index or 0) != (9, 0):
+            reasons.append("compute capability %d.%d, not 9.0" % capability(device.index or 0))
+        if find_spec("cutlass") is None:
+            reasons.append("nvidia-cutlass-dsl is not installed")
+        if p.dtype not in ("float16", "bfloat16"):
+            reasons.append(f"dtype {p.dtype}, not float16 or bfloat16")
+        for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+            if size > 256 or size % 8 or size == 0:
+                reasons.append(f"{name} {size}, not a multiple of 8 up to 256")
+        if p.direction != "forward":
+            reasons.append(f"{p.direction}: only the forward is built")
+        for name, present in (
+            ("paged K/V", p.paged),
+            ("split K/V", p.split),
+            ("score_mod", p.score_mod is not None),
+            ("mask_mod", p.mask_mod is not None),
+            ("block sparsity", p.block_size is not None),
+        ):
+            if present:
+                reasons.append(f"{name} is not built")
+        return reasons
+
+    def forward(
+        self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse), written into the buffers where given. Runs on the current stream of q's device."""
+        q = inputs.q
+        result = q.new_empty(inputs.out_shape) if out is None else out
+        stats = q.new_empty(inputs.lse_shape, dtype=torch.float32) if lse is None else lse
+        if result.numel() == 0 and stats.numel() == 0:
+            return result, stats
+        if inputs.k.shape[0] == 0 or inputs.k.shape[1] == 0 or result.numel() == 0:
+            return self._without_keys(inputs, result, stats)
+        with torch.cuda.device(q.device):
+            self._launch(inputs, result, stats)
+        return result, stats
+
+    def backward(self, *_: object, **__: object) -> Gradients:
+        """Refuse: the backward is not built for this GPU yet."""
+        self._refuse("backward")
+
+    def combine(self, *_: object, **__: object) -> None:
+        """Refuse: merging of partial results is not built for this GPU yet."""
+        self._refuse("combine")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(f"sm90: {what} is not built; the cpu backend has it")
+
+    def _launch(self, inputs: AttentionInputs, out: Tensor, lse: Tensor) -> None:
+        from ...compile import compile_kernel
+
+        q, k, v = (aligned(t) for t in (inputs.q, inputs.k, inputs.v))
+        scale = inputs.softmax_scale
+        if scale <= 0.0:
+            # The running maximum is taken of unscaled scores: the sign goes into q, and 0 makes all scores 0.
+            q, scale = (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
+        problem = kernel_problem(inputs.problem())
+        config = choose(problem, inputs.extents())
+        run = compile_kernel(CompileKey("sm90.forward", problem, config, Target.of_arch(ARCH)))
+        target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        stats = lse if lse.stride(-1) == 1 or lse.shape[-1] == 1 else torch.empty_like(lse, memory_format=torch.contiguous_format)
+        run(
+            *(four(t) for t in (q, k, v, target)),
+            stats if stats.dim() == 3 else stats.unsqueeze(0),
+            *(vector(t) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k)),
+            vector(inputs.sink),
+            scale,
+            inputs.softcap or 1.0,
+            bound(inputs.window_left),
+            bound(inputs.window_right),
+            inputs.batch,
+            multiprocessors(q.device.index),
+        )
+        if target is not out:
+            out.copy_(target)
+        if stats is not lse:
+            lse.copy_(stats)
+
+    @staticmethod
+    def _without_keys(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Write what every row is when there is no key at all: zeros, and the sink as LSE where rows count."""
+        out.zero_()
+        lse.fill_(float("-inf"))
+        if inputs.sink is None or lse.numel() == 0:
+            return out, lse
+        sink, device = inputs.sink.float(), lse.device
+        if inputs.cu_seqlens_q is None:
+            rows = torch.arange(lse.shape[2], device=device)
+            used = torch.full((lse.shape[0],), lse.shape[2], device=device)
+            used = used if inputs.seqused_q is None else inputs.seqused_q
+            counts = (rows < used[:, None])[:, None, :]
+            lse.copy_(torch.where(counts, sink[None, :, None], lse))
+            return out, lse
+        starts, rows = inputs.cu_seqlens_q, torch.arange(lse.shape[1], device=device)
+        which = torch.searchsorted(starts, rows, right=True, out_int32=True).long() - 1
+        inside = which < inputs.batch
+        which = which.clamp(max=inputs.batch - 1)
+        if inputs.seqused_q is not None:
+            inside = inside & (rows - starts[which] < inputs.seqused_q[which])
+        lse.copy_(torch.where(inside[None], sink[:, None], lse))
+        return out, lse
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Say whether the copy engine can address `t`: 16-byte base and strides, unit last stride, no broadcast rows."""
+    if t.stride(-1) != 1 or t.data_ptr() % 16:
+        return False
+    step = 16 // t.element_size()
+    return all(s % step == 0 and s > 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """Return `t`, or a copy that the copy engine can address."""
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def four(t: Tensor) -> Tensor:
+    """Return `t` as (B, S, H, D), B = 1 for packed tensors, with strides of size-1 dimensions that are aligned too."""
+    t = t if t.dim() == 4 else t.unsqueeze(0)
+    step = 16 // t.element_size()
+    if all(s % step == 0 for s in t.stride()[:-1]):
+        return t
+    strides = tuple(s if n > 1 or s % step == 0 else step for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided(t.shape, (*strides[:-1], 1))
+
+
+def vector(t: Tensor | None) -> Tensor | None:
+    """Return a 1-D tensor with unit stride, or None."""
+    return None if t is None else t.contiguous()
+
+
+def bound(value: int | None) -> int:
+    """Return a window bound that 32-bit sums can hold; 0 where absent, and then never read."""
+    return 0 if value is None else max(-FAR, min(value, FAR))
+
+
+def kernel_problem(problem: AttentionProblem) -> AttentionProblem:
+    """Return `problem` without what the forward kernel does not depend on, so that it compiles once."""
+    sig = TensorSig(problem.dtype, 4, (), True, False)
+    return replace(problem, q=sig, k=sig, v=sig, lse_gradient=False, deterministic=False)
+
+
+__all__ = ["ForwardConfig", "Sm90Backend"]

@@ -1,0 +1,113 @@
+"""How the Hopper forward runs a problem: tiles, stages, schedule. Pure: reads no tensor, no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...problem import AttentionProblem, Extents
+
+#: Shared memory one block can have on sm_90, in bytes.
+SMEM_LIMIT = 232448
+
+HEAD_DIM_TILES = (64, 96, 128, 192, 256)
+
+
+def padded(head_dim: int) -> int:
+    """Return the narrowest tile that holds `head_dim` columns."""
+    return next(t for t in HEAD_DIM_TILES if t >= head_dim)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One way to run the forward.
+
+    Attributes:
+        warpgroups: consumer warpgroups, 64 rows of queries each.
+        tile_n: keys of a block.
+        stages: K and V blocks in flight, each.
+        own_o: the output tile has its own shared memory (else it takes Q's place, and Q's next load waits).
+        persistent: one block of threads per multiprocessor walks over tiles (else one tile each, in launch order).
+        pingpong: two warpgroups take turns on the tensor cores.
+        cluster: adjacent query tiles that fetch K and V once for all (1: none).
+        pack: query heads packed into the rows of a tile (1: none).
+    """
+
+    warpgroups: int = 2
+    tile_n: int = 128
+    stages: int = 2
+    own_o: bool = True
+    persistent: bool = False
+    pingpong: bool = False
+    cluster: int = 1
+    pack: int = 1
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a query tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer and of a consumer thread."""
+        return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+    def smem_bytes(self, problem: AttentionProblem) -> int:
+        """Return the shared memory of a block, barriers and alignment included."""
+        d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+        q = self.tile_m * d
+        o = self.tile_m * dv
+        kv = self.stages * self.tile_n * (d + dv)
+        return 2 * ((q + o if self.own_o else max(q, o)) + kv) + 2048
+
+
+# fmt: off
+# (padded D, padded Dv) -> (without a right bound, with one). Measured: docs/tuning/sm90_forward.md.
+TUNED: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
+    (64, 64): (ForwardConfig(3, 128, 3, own_o=True, persistent=True), ForwardConfig(3, 128, 2, own_o=True)),
+    (96, 96): (ForwardConfig(3, 112, 2, own_o=False), ForwardConfig(3, 112, 2, own_o=False)),
+    (128, 128): (ForwardConfig(2, 160, 2, own_o=True, persistent=True), ForwardConfig(2, 128, 2, own_o=True)),
+    (192, 128): (ForwardConfig(2, 128, 2, own_o=False), ForwardConfig(2, 128, 2, own_o=False)),
+    (256, 256): (ForwardConfig(2, 80, 2, own_o=False), ForwardConfig(2, 80, 2, own_o=False)),
+}
+# fmt: on
+
+
+def tuned(problem: AttentionProblem) -> ForwardConfig:
+    """Return the measured configuration, or for other head dims that of the nearest larger pair."""
+    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    banded = problem.right or problem.left
+    if (d, dv) in TUNED:
+        return TUNED[d, dv][banded]
+    if max(d, dv) <= 128:
+        return ForwardConfig(2, 128, 2, own_o=False)
+    return ForwardConfig(2, 80 if dv > 128 else 96, 2, own_o=False)
+
+
+def packs(problem: AttentionProblem, extents: Extents, config: ForwardConfig) -> bool:
+    """Say whether to put a group's query heads into one tile: as asked, or where it saves tiles or key blocks."""
+    group = extents.heads // max(extents.heads_kv, 1)
+    if group < 2 or 64 % group:
+        return False
+    if problem.pack_gqa is not None:
+        return problem.pack_gqa
+    m, rows = config.tile_m, extents.max_seqlen_q
+    fewer_tiles = -(-rows * group // m) <= 0.75 * group * -(-rows // m)
+    span = None
+    if extents.window_left is not None and extents.window_right is not None:
+        span = extents.window_left + extents.window_right + 1
+    return fewer_tiles or (span is not None and span <= 4 * m)
+
+
+def choose(problem: AttentionProblem, extents: Extents) -> ForwardConfig:
+    """Return the configuration for `problem` at these sizes."""
+    config = tuned(problem)
+    if packs(problem, extents, config):
+        config = replace(config, pack=extents.heads // extents.heads_kv)
+    if problem.packed_q:
+        config = replace(config, persistent=False, cluster=1)
+    return config

@@ -1,0 +1,1 @@
+"""Device library: what kernels of several generations share. Imports cutlass only, never torch."""
