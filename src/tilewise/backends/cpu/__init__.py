@@ -1,0 +1,1 @@
+"""The CPU: the specification, and the backend that is always there."""
