@@ -15,8 +15,11 @@ from .combine import merge
 Tensor = torch.Tensor
 
 
-def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
+def attention(x: AttentionInputs, pairwise: bool = False) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of one call, computed in fp32, or in fp64 for fp64 inputs.
+
+    `pairwise` multiplies pair by pair, at the price of memory: in a matrix product the weight 0 of an invisible pair
+    makes nan of an inf or a nan. It is always so where q, k or v are not finite; gradients may not be, too.
 
     Shapes and dtypes as in `AttentionInputs.out_shape` and `AttentionInputs.lse_shape`.
     A row that sees no key has out 0 and lse -inf (or its sink); nothing of an unused slot reaches a result or a gradient.
@@ -29,11 +32,12 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     indices = tuple(torch.arange(n, device=q.device) for n in (x.batch, x.heads, q.shape[2], k.shape[2]))
 
     visible = _visible(x, len_q, len_k, indices).expand(x.batch, x.heads, q.shape[2], k.shape[2])
-    finite = all(bool(t.isfinite().all()) for t in (q, k, v))
-    if finite:
+    pairwise = pairwise or not _finite(q, k, v)
+    if pairwise:
+        pairs = visible[..., None]
+        scores = (torch.where(pairs, q[..., :, None, :], 0) * torch.where(pairs, k[..., None, :, :], 0)).sum(-1)
+    else:
         scores = q @ k.transpose(-1, -2)
-    else:  # pair by pair, since in a matrix product 0 * nan would reach rows that do not see the nan
-        scores = torch.where(visible[..., None], q[..., :, None, :] * k[..., None, :, :], 0).sum(-1)
     scores = scores * x.softmax_scale
     if x.softcap:
         scores = x.softcap * torch.tanh(scores / x.softcap)
@@ -51,11 +55,15 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -torch.inf, torch.where(empty, 0, shift) + torch.log(total))[..., 0]
     p = torch.where(visible, weights[..., :-1] / total, 0)
-    out = p @ v if finite else torch.where(visible[..., None], p[..., None] * v[..., None, :, :], 0).sum(-2)
+    out = (p[..., None] * torch.where(pairs, v[..., None, :, :], 0)).sum(-2) if pairwise else p @ v
 
     out = _put(out.transpose(1, 2), rows_q, x.q.shape[:-2], 0.0).to(x.q.dtype)
     lse = _put(lse.transpose(1, 2), rows_q, x.q.shape[:-2], -torch.inf)
     return out, lse.transpose(-1, -2)
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors)
 
 
 def _rows(t: Tensor, cu_seqlens: Tensor | None, used: Tensor | None, pages: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -155,7 +163,8 @@ class ReferenceBackend:
         leaves = [t.detach().requires_grad_() if w and t is not None else t for t, w in zip(sources, wanted, strict=True)]
         with torch.enable_grad():
             q, k, v, sink, *captures = leaves
-            results = attention(inputs.replace(q=q, k=k, v=v, sink=sink, score_captures=tuple(captures)))
+            call = inputs.replace(q=q, k=k, v=v, sink=sink, score_captures=tuple(captures))
+            results = attention(call, pairwise=not _finite(*(g for g in (dout, dlse) if g is not None)))
             pairs = [(r, g) for r, g in zip(results, (dout, dlse), strict=True) if g is not None and r.requires_grad]
             found = iter(
                 torch.autograd.grad(

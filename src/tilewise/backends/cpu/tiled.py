@@ -57,7 +57,7 @@ def backward(
             q = call.read_q(call.q, span, rows)
             tile_lse = call.read_q(rows_lse, span, rows)
             if rows_dout is None:
-                do = q.new_zeros(*q.shape[:2], x.head_dim_v)
+                do = None
                 delta = q.new_zeros(*q.shape[:2], 1)
             else:
                 do = call.read_q(rows_dout, span, rows)
@@ -145,10 +145,10 @@ def _attend(call: _Call, span: Span, rows: slice, q: Tensor, keys: slice, sink: 
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """What the backward knows of a tile of queries: (n, M, D), (n, M, Dv), (n, M, 1), (n, M, 1)."""
+    """What the backward knows of a tile of queries: (n, M, D), (n, M, Dv) or None for zeros, (n, M, 1), (n, M, 1)."""
 
     q: Tensor
-    dout: Tensor
+    dout: Tensor | None
     delta: Tensor
     lse: Tensor
 
@@ -166,16 +166,17 @@ def _attend_backward(call: _Call, grads: _Accumulators, span: Span, rows: slice,
         else:
             scores, pull = _modify_with_gradient(call, grads, span, rows, tile, raw)
         visible = tile.visible
-        if visible is not None:
-            call.by_head(scores, span, rows).masked_fill_(~visible, -torch.inf)
         p = torch.exp(scores - _finite_shift(of.lse))
+        if visible is not None:  # of the result: a row whose lse is nan must not hand it to keys that it does not see
+            call.by_head(p, span, rows).masked_fill_(~visible, 0)
         within = _as_tile(visible, p, call, span, rows)
         turned = None if within is None else within.transpose(1, 2)
-        if grads.v is not None:
+        if grads.v is not None and of.dout is not None:
             grads.v.add(span, tile.rows, span.heads_kv, call.keys_first(_product(p.transpose(1, 2), of.dout, turned), span))
         if not grads.scores:
             continue
-        ds = torch.bmm(of.dout, v.transpose(1, 2)).sub_(of.delta).mul_(p)
+        dp = torch.zeros_like(p) if of.dout is None else torch.bmm(of.dout, v.transpose(1, 2))
+        ds = dp.sub_(of.delta).mul_(p)
         if x.softcap:
             ds.mul_(1 - (scores / x.softcap).square())
         if visible is not None:  # before the modifier, whose captures must get nothing from there ...
