@@ -1,0 +1,1 @@
+"""What tests share: problems, the oracle, error budgets, the backends and devices at hand."""
