@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.support.devices import Place, places
 
 torch.set_num_threads(2)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.oracle import check, run
-
 from tilewise.mods import BlockSparseTensors, mask_mod
 
 
@@ -30,9 +30,15 @@ def test_lengths_always_hold(place, layout_k, num_splits):
     check(
         place.backend,
         problem(
-            [50, 3, 0], [60, 17, 9], layout_q="packed", layout_k=layout_k, window_right=0, num_splits=num_splits,
-            block_sparse=lists((1, 1, 4, 4), (16, 16)), sink=torch.zeros(4),
-        ),  # fmt: skip
+            [50, 3, 0],
+            [60, 17, 9],
+            layout_q="packed",
+            layout_k=layout_k,
+            window_right=0,
+            num_splits=num_splits,
+            block_sparse=lists((1, 1, 4, 4), (16, 16)),
+            sink=torch.zeros(4),
+        ),
     )
 
 

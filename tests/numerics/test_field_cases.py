@@ -1,12 +1,12 @@
-"""Inputs on which attention libraries have gone wrong for their users, one test per kind of fault, with the right answer."""
+"""Inputs on which attention libraries have gone wrong for their users: one test per kind of fault."""
 
 import math
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.oracle import check, run
-
 from tilewise.mods import BlockSparseTensors, create_block_sparse, mask_mod
 from tilewise.problem import AttentionInputs, canonical_band
 
@@ -54,7 +54,9 @@ def test_equivalent_windows_agree(place):
     kept = (i <= i[:, None]) & (i > i[:, None] - keep)
     assert int(kept[100].sum()) == keep
     scores = (x.q.float().transpose(1, 2) @ x.k.float().permute(0, 2, 3, 1) / 8).masked_fill(~kept, -math.inf)
-    torch.testing.assert_close(out.float(), (scores.softmax(-1) @ x.v.float().transpose(1, 2)).transpose(1, 2), atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        out.float(), (scores.softmax(-1) @ x.v.float().transpose(1, 2)).transpose(1, 2), atol=2e-3, rtol=0
+    )
 
 
 def test_one_key_per_packed_sequence_has_zero_gradients_not_nan(place):
@@ -82,9 +84,13 @@ def test_first_tile_masked_and_logits_very_negative(place, len_k):
     torch.testing.assert_close(out[0], want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0, 3], -181.01934 + seen.log(), atol=1e-3, rtol=0)
     if len_k == 448:
-        torch.testing.assert_close(lse[0, 0, [0, 2, 87]], torch.tensor([-175.1305, -175.1249, -174.9145]), atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            lse[0, 0, [0, 2, 87]], torch.tensor([-175.1305, -175.1249, -174.9145]), atol=1e-3, rtol=0
+        )
     windowed, _ = place.backend.forward(x.replace(window_left=30))
-    torch.testing.assert_close(windowed[0, 60, 0], v[0, len_k - 88 + 30 : len_k - 88 + 61, 0].mean(0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        windowed[0, 60, 0], v[0, len_k - 88 + 30 : len_k - 88 + 61, 0].mean(0), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("length", [1, 128])
@@ -137,8 +143,27 @@ def test_batch_or_queries_of_size_zero(place, num_splits, right):
 
 
 def test_one_token_sequences_some_empty_with_groups(place):
-    check(place.backend, problem([1, 0, 1], [3, 0, 5], heads=9, heads_kv=3, dim=64, dtype=torch.bfloat16, layout_q="packed", layout_k="packed", slack=0, window_right=0))
-    check(place.backend, problem([0, 0, 0, 1], [0, 0, 0, 1], heads=21, heads_kv=7, dim=120, layout_q="packed", layout_k="packed", slack=0))
+    check(
+        place.backend,
+        problem(
+            [1, 0, 1],
+            [3, 0, 5],
+            heads=9,
+            heads_kv=3,
+            dim=64,
+            dtype=torch.bfloat16,
+            layout_q="packed",
+            layout_k="packed",
+            slack=0,
+            window_right=0,
+        ),
+    )
+    check(
+        place.backend,
+        problem(
+            [0, 0, 0, 1], [0, 0, 0, 1], heads=21, heads_kv=7, dim=120, layout_q="packed", layout_k="packed", slack=0
+        ),
+    )
 
 
 def test_rows_past_the_last_sequence_are_zero(place):
@@ -158,7 +183,17 @@ def test_page_table_used_to_its_last_slot(place):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_packed_paged_and_split(place, dtype):
-    x = problem([1, 1], [512, 1024], heads=4, heads_kv=2, dim=64, dtype=dtype, layout_q="packed", layout_k="paged", page_size=256)
+    x = problem(
+        [1, 1],
+        [512, 1024],
+        heads=4,
+        heads_kv=2,
+        dim=64,
+        dtype=dtype,
+        layout_q="packed",
+        layout_k="paged",
+        page_size=256,
+    )
     want = check(place.backend, x)
     for splits in (0, 2, 3, 8):
         out, lse = place.backend.forward(x.replace(num_splits=splits))
@@ -179,7 +214,7 @@ def test_many_short_sequences():
     count = 80_000
     q = torch.randn(count * 16, 1, 8)
     cu = torch.arange(0, count * 16 + 1, 16, dtype=torch.int32)
-    out, lse = CpuBackend().forward(dense(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=16, max_seqlen_k=16))
+    out, _ = CpuBackend().forward(dense(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=16, max_seqlen_k=16))
     batch = q.view(count, 16, 8)
     want = (batch @ batch.mT * 8**-0.5).softmax(-1) @ batch
     torch.testing.assert_close(out.view_as(want), want, atol=1e-5, rtol=1e-5)
@@ -205,7 +240,9 @@ def test_a_mask_holds_in_the_backward(place):
 
 def test_block_lists_that_are_mostly_empty(place):
     lists = create_block_sparse(lambda b, h, i, j: (j <= i) & (j >= i - 64), 1, 1, 1024, 128, (64, 64))
-    x = problem([1024] * 2, [128] * 2, heads=16, heads_kv=1, dim=32, dtype=torch.bfloat16, block_sparse=lists, num_splits=2)
+    x = problem(
+        [1024] * 2, [128] * 2, heads=16, heads_kv=1, dim=32, dtype=torch.bfloat16, block_sparse=lists, num_splits=2
+    )
     out, lse = place.backend.forward(x)
     assert isinstance(lists, BlockSparseTensors)
     assert (out[:, 256:] == 0).all() and (lse[:, :, 256:] == -math.inf).all() and lse[:, :, :64].isfinite().all()
@@ -218,7 +255,20 @@ def test_odd_head_dims_give_equal_bits(place, dim):
     for _ in range(3):
         again = place.backend.forward(x)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
-    check(place.backend, problem([3], [7], heads=4, heads_kv=4, dim=dim, dtype=torch.float16, layout_q="packed", layout_k="packed", window_right=0))
+    check(
+        place.backend,
+        problem(
+            [3],
+            [7],
+            heads=4,
+            heads_kv=4,
+            dim=dim,
+            dtype=torch.float16,
+            layout_q="packed",
+            layout_k="packed",
+            window_right=0,
+        ),
+    )
 
 
 def test_misaligned_output_gradient(place):

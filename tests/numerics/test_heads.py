@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.support.cases import problem
 from tests.support.oracle import check
 
@@ -22,7 +23,9 @@ def test_values_of_another_size(place, dim, dim_v, dtype):
 @pytest.mark.parametrize("dim", [8, 24, 40, 72, 80, 88, 96, 112, 120, 136, 160, 224])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_head_dims(place, dim, heads_kv):
-    check(place.backend, problem([31], [31], heads_kv=heads_kv, dim=dim, window_right=0), with_lse_gradient=heads_kv == 2)
+    check(
+        place.backend, problem([31], [31], heads_kv=heads_kv, dim=dim, window_right=0), with_lse_gradient=heads_kv == 2
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])

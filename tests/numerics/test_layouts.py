@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.oracle import check, run
 
@@ -12,13 +13,18 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("layout_q", ["dense", "packed"])
 @pytest.mark.parametrize("layout_k", ["dense", "packed", "paged"])
 def test_layouts(place, layout_q, layout_k, dtype):
-    check(place.backend, problem([33, 0, 7, 33], [40, 5, 0, 40], layout_q=layout_q, layout_k=layout_k, dtype=dtype, window_right=0))
+    check(
+        place.backend,
+        problem([33, 0, 7, 33], [40, 5, 0, 40], layout_q=layout_q, layout_k=layout_k, dtype=dtype, window_right=0),
+    )
 
 
 @pytest.mark.parametrize("layout_q", ["dense", "packed"])
 @pytest.mark.parametrize("layout_k", ["dense", "packed", "paged"])
 def test_used_part_only(place, layout_q, layout_k):
-    check(place.backend, problem([9, 0, 17], [21, 4, 3], layout_q=layout_q, layout_k=layout_k, used=True, window_left=6))
+    check(
+        place.backend, problem([9, 0, 17], [21, 4, 3], layout_q=layout_q, layout_k=layout_k, used=True, window_left=6)
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -75,7 +81,11 @@ def test_strides_do_not_matter(place, kind, heads_kv):
     want = run(place.backend, x, dout, dlse)
     y = x.replace(**{name: _variants(t)[kind] for name, t in (("q", x.q), ("k", x.k), ("v", x.v))})
     got = run(place.backend, y, _variants(dout)[kind], dlse)
-    for a, b in zip((got.out, got.lse, got.grads.q, got.grads.k, got.grads.v), (want.out, want.lse, want.grads.q, want.grads.k, want.grads.v), strict=True):
+    for a, b in zip(
+        (got.out, got.lse, got.grads.q, got.grads.k, got.grads.v),
+        (want.out, want.lse, want.grads.q, want.grads.k, want.grads.v),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -117,3 +127,13 @@ def test_either_gradient_may_be_absent(place, heads_kv, which):
     x = problem([9], [12], heads_kv=heads_kv, window_right=0)
     dout, dlse = gradients_of(x)
     check(place.backend, x, dout if which == "out" else None, dlse if which == "lse" else None)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_autocast_does_not_reach_the_arithmetic(place, heads_kv):
+    """What dtype a call runs in is settled before a backend sees it."""
+    x = problem([40], [40], heads_kv=heads_kv)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(place.backend, x, *gradients_of(x))
+    want = run(place.backend, x, *gradients_of(x))
+    assert torch.equal(got.out, want.out) and torch.equal(got.grads.k, want.grads.k)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.oracle import check, run
-
 from tilewise.mods import mask_mod, score_mod
 
 BIAS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
@@ -55,7 +55,15 @@ def test_mask_mods(place, name, layout):
 @pytest.mark.parametrize("layout_k", ["dense", "packed", "paged"])
 def test_both(place, layout_k):
     """Positions are those within the sequence, however it is stored; gradients reach the bias."""
-    x = problem([31, 9], [50, 9], layout_q="packed", layout_k=layout_k, sink=torch.randn(4), **score(SCORES["relative bias"]), **mask(MASKS["prefix"]))
+    x = problem(
+        [31, 9],
+        [50, 9],
+        layout_q="packed",
+        layout_k=layout_k,
+        sink=torch.randn(4),
+        **score(SCORES["relative bias"]),
+        **mask(MASKS["prefix"]),
+    )
     got = check(place.backend, x)
     assert got.grads.score_captures[0].abs().sum() > 0
 
@@ -78,3 +86,10 @@ def test_invisible_nan_reaches_no_captured_tensor(place):
     assert got.out.isfinite().all()
     assert got.grads.score_captures[0].isfinite().all() and got.grads.q.isfinite().all()
     assert (got.grads.k[:, 15:] == 0).all() and (got.grads.v[:, 15:] == 0).all()
+
+
+def test_a_bf16_bias_gathers_its_gradient_in_fp32(place):
+    """Thousands of terms per entry: summed in bf16 they would stall."""
+    bias = torch.zeros(4, dtype=torch.bfloat16)
+    x = problem([200], [200], **score(lambda s, b, h, i, j: s * (1 + bias[h])))
+    check(place.backend, x)

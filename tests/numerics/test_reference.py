@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.support.cases import problem
 
+from tests.support.cases import problem
 from tilewise.backends.cpu.reference import attention
 from tilewise.mods import mask_mod, score_mod
 
@@ -50,8 +50,8 @@ def test_band(left, right, len_q, len_k):
 def test_layouts_sink_softcap(layout_q, layout_k):
     lens_q, lens_k = [3, 0, 6], [5, 4, 0]
     x = problem(
-        lens_q, lens_k, dtype=torch.float64, layout_q=layout_q, layout_k=layout_k, used=True, window_right=0, softcap=1.5,
-        sink=torch.tensor([0.3, -1.0, 2.0, 0.0]),
+        lens_q, lens_k, dtype=torch.float64, layout_q=layout_q, layout_k=layout_k, used=True, window_right=0,
+        softcap=1.5, sink=torch.tensor([0.3, -1.0, 2.0, 0.0]),
     )  # fmt: skip
     out, lse = attention(x)
     for b, (n, m) in enumerate(zip(lens_q, lens_k, strict=True)):
@@ -92,7 +92,17 @@ def test_modifiers():
 
 
 def test_gradients_against_finite_differences():
-    x = problem([4, 0, 5], [6, 3, 2], heads=2, heads_kv=1, dim=8, dtype=torch.float64, poison=False, window_right=0, layout_k="packed")
+    x = problem(
+        [4, 0, 5],
+        [6, 3, 2],
+        heads=2,
+        heads_kv=1,
+        dim=8,
+        dtype=torch.float64,
+        poison=False,
+        window_right=0,
+        layout_k="packed",
+    )
     sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
     leaves = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.oracle import check, run
 
@@ -11,7 +12,9 @@ from tests.support.oracle import check, run
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_sink(place, dtype, sink_dtype, num_splits):
     sink = torch.tensor([0.7, -2.0, 5.0, 0.0], dtype=sink_dtype)
-    got = check(place.backend, problem([20, 20], [13, 13], dtype=dtype, sink=sink, window_right=0, num_splits=num_splits))
+    got = check(
+        place.backend, problem([20, 20], [13, 13], dtype=dtype, sink=sink, window_right=0, num_splits=num_splits)
+    )
     assert got.grads.sink.dtype == sink_dtype
 
 
@@ -40,4 +43,7 @@ def test_a_sink_of_minus_infinity_is_none(place):
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_softcap(place, softcap, dtype):
-    check(place.backend, problem([30, 7], [41, 7], dtype=dtype, softcap=softcap, window_right=0, layout_q="packed", layout_k="packed"))
+    check(
+        place.backend,
+        problem([30, 7], [41, 7], dtype=dtype, softcap=softcap, window_right=0, layout_q="packed", layout_k="packed"),
+    )

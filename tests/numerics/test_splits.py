@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.support.cases import problem
 from tests.support.oracle import check
 

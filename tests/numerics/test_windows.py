@@ -2,11 +2,25 @@
 
 import pytest
 import torch
+
 from tests.support.cases import gradients_of, problem
 from tests.support.devices import Place
 from tests.support.oracle import check, run
 
-BANDS = [(None, 0), (0, 0), (5, 0), (0, 5), (5, 7), (-3, None), (-3, 9), (9, -3), (None, -4), (10**9, 10**9), (None, 6), (6, None)]
+BANDS = [
+    (None, 0),
+    (0, 0),
+    (5, 0),
+    (0, 5),
+    (5, 7),
+    (-3, None),
+    (-3, 9),
+    (9, -3),
+    (None, -4),
+    (10**9, 10**9),
+    (None, 6),
+    (6, None),
+]
 
 
 @pytest.mark.parametrize("left, right", BANDS)

@@ -47,14 +47,22 @@ def problem(
     named = {f"{name}_q": t for name, t in lay_q.items()} | {
         name if name == "page_table" else f"{name}_k": t for name, t in lay_k.items()
     }
-    call = AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), options.pop("softmax_scale", dim**-0.5), **named, **options)
+    call = AttentionInputs(
+        q.to(dtype), k.to(dtype), v.to(dtype), options.pop("softmax_scale", dim**-0.5), **named, **options
+    )
     if poison:
         poison_unused(call)
     return move(call, device)
 
 
 def _storage(
-    lengths: Sequence[int], layout: str, tail: tuple[int, int], slack: int, used: bool, page_size: int, g: torch.Generator
+    lengths: Sequence[int],
+    layout: str,
+    tail: tuple[int, int],
+    slack: int,
+    used: bool,
+    page_size: int,
+    g: torch.Generator,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     count = torch.tensor(lengths, dtype=torch.int32)
     longest = max(lengths, default=0)

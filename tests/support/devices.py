@@ -22,6 +22,6 @@ class Place(NamedTuple):
 
 @functools.cache
 def places() -> tuple[Place, ...]:
-    """Return the tiled CPU backend and the reference. The reference is under test too: against brute force and itself in fp64."""
+    """Return the CPU backend and the reference, which is under test too: against itself in fp64."""
     host = torch.device("cpu")
     return Place(CpuBackend(), host), Place(ReferenceBackend(), host)

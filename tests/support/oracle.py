@@ -31,7 +31,11 @@ class _Plain(AttentionInputs):
 
 
 def run(
-    backend: Backend, x: AttentionInputs, dout: Tensor | None, dlse: Tensor | None, needs: tuple[bool, ...] | None = None
+    backend: Backend,
+    x: AttentionInputs,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    needs: tuple[bool, ...] | None = None,
 ) -> Result:
     """Return forward and backward of one call."""
     out, lse = backend.forward(x)
@@ -63,8 +67,9 @@ def check(
     dlse: Tensor | None = None,
     *,
     with_lse_gradient: bool = True,
+    roundings: float = 0,
 ) -> Result:
-    """Run forward and backward, compare both with the oracle, and return them.
+    """Run forward and backward, compare both with the oracle, and return them. `roundings` as in `assert_within`.
 
     Also asserts that unused rows of out, lse and the gradients hold exactly 0 and -inf.
     """
@@ -73,20 +78,23 @@ def check(
     got, want = run(backend, x, dout, dlse), exact(x, dout, dlse)
     coarse = plain(x, dout, dlse) if x.q.dtype in LOW else None
     assert got.out.dtype == x.q.dtype and got.lse.dtype == x.lse_dtype
-    assert_within("out", got.out, want.out, coarse and coarse.out)
+    slack = roundings, x.q.dtype
+    assert_within("out", got.out, want.out, coarse and coarse.out, *slack)
     assert_lse(got.lse, want.lse)
     for name in ("q", "k", "v", "sink"):
-        _compare(f"d{name}", *(r and getattr(r.grads, name) for r in (got, want, coarse)))
+        _compare(f"d{name}", *(r and getattr(r.grads, name) for r in (got, want, coarse)), *slack)
     for i in range(len(x.score_captures)):
-        _compare(f"dcapture[{i}]", *(r and r.grads.score_captures[i] for r in (got, want, coarse)))
+        _compare(f"dcapture[{i}]", *(r and r.grads.score_captures[i] for r in (got, want, coarse)), *slack)
     assert_unused_rows(x, got)
     return got
 
 
-def _compare(name: str, actual: Tensor | None, want: Tensor | None, coarse: Tensor | None) -> None:
+def _compare(
+    name: str, actual: Tensor | None, want: Tensor | None, coarse: Tensor | None, roundings: float, dtype: torch.dtype
+) -> None:
     assert (actual is None) == (want is None), f"{name}: a gradient in one of backend and oracle only"
     if actual is not None and want is not None:
-        assert_within(name, actual, want, coarse)
+        assert_within(name, actual, want, coarse, roundings, dtype)
 
 
 def assert_unused_rows(x: AttentionInputs, got: Result) -> None:

@@ -20,9 +20,11 @@ class CpuBackend:
         """Refuse tensors that are not in host memory."""
         return [] if device.type == "cpu" else [f"q is on {device}"]
 
-    def forward(self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse), written into the buffers where given."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             if (found := fused.forward(inputs, out, lse)) is not None:
                 return found
             if out is None:
@@ -42,10 +44,12 @@ class CpuBackend:
         needs: tuple[bool, ...],
     ) -> Gradients:
         """Return the gradients. `needs` says which of q, k, v, sink and then each score capture want one."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             found = fused.backward(inputs, dout, dlse, out, lse, needs)
             return tiled.backward(inputs, dout, dlse, out, lse, needs) if found is None else found
 
-    def combine(self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None) -> None:
+    def combine(
+        self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None
+    ) -> None:
         """Merge partial results along dimension 0 into `out` and `lse`. `lengths` as in `merge`."""
         merge(out_partial, lse_partial, out, lse, lengths)

@@ -68,4 +68,6 @@ def backward(
 
 def _finite(*tensors: Tensor) -> bool:
     """Return whether all elements are finite, by a sum; one that overflows only costs the faster way."""
-    return all(math.isfinite(t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)) for t in tensors)
+    return all(
+        math.isfinite(t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)) for t in tensors
+    )

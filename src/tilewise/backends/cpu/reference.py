@@ -22,16 +22,17 @@ def attention(x: AttentionInputs, pairwise: bool = False) -> tuple[Tensor, Tenso
     makes nan of an inf or a nan. It is always so where q, k or v are not finite; gradients may not be, too.
 
     Shapes and dtypes as in `AttentionInputs.out_shape` and `AttentionInputs.lse_shape`.
-    A row that sees no key has out 0 and lse -inf (or its sink); nothing of an unused slot reaches a result or a gradient.
+    A row that sees no key has out 0 and lse -inf (or its sink). Nothing of an unused slot
+    reaches a result or a gradient.
     """
     rows_q, len_q = _rows(x.q, x.cu_seqlens_q, x.seqused_q)
     rows_k, len_k = _rows(x.k, x.cu_seqlens_k, x.seqused_k, x.page_table)
     q = _take(x.q, rows_q, x).transpose(1, 2)  # (B, H, M, D)
     k = _take(x.k, rows_k, x).transpose(1, 2).repeat_interleave(x.group, dim=1)  # (B, H, N, D)
     v = _take(x.v, rows_k, x).transpose(1, 2).repeat_interleave(x.group, dim=1)  # (B, H, N, Dv)
-    indices = tuple(torch.arange(n, device=q.device) for n in (x.batch, x.heads, q.shape[2], k.shape[2]))
+    b, h, i, j = (torch.arange(n, device=q.device) for n in (x.batch, x.heads, q.shape[2], k.shape[2]))
 
-    visible = _visible(x, len_q, len_k, indices).expand(x.batch, x.heads, q.shape[2], k.shape[2])
+    visible = _visible(x, len_q, len_k, (b, h, i, j)).expand(x.batch, x.heads, q.shape[2], k.shape[2])
     pairwise = pairwise or not _finite(q, k, v)
     if pairwise:
         pairs = visible[..., None]
@@ -42,7 +43,7 @@ def attention(x: AttentionInputs, pairwise: bool = False) -> tuple[Tensor, Tenso
     if x.softcap:
         scores = x.softcap * torch.tanh(scores / x.softcap)
     if x.score_mod is not None:
-        scores = x.score_mod.apply_score(torch.where(visible, scores, 0), *indices, x.score_captures)
+        scores = x.score_mod.apply_score(torch.where(visible, scores, 0), b, h, i, j, x.score_captures)
 
     none = scores.new_full((x.heads,), -torch.inf)
     sink = none if x.sink is None else x.sink.to(scores.dtype)
@@ -66,7 +67,9 @@ def _finite(*tensors: Tensor) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
-def _rows(t: Tensor, cu_seqlens: Tensor | None, used: Tensor | None, pages: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _rows(
+    t: Tensor, cu_seqlens: Tensor | None, used: Tensor | None, pages: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return where row i of sequence b lies in `t` flattened to (rows, heads, dim), (B, longest), and lengths (B,).
 
     Slots past the length point at the row after the last: one that `_take` fills with zeros and `_put` drops.
@@ -101,9 +104,9 @@ def _put(values: Tensor, rows: Tensor, shape: torch.Size, fill: float) -> Tensor
     return flat.index_put((rows,), values)[:-1].reshape(*shape, *values.shape[2:])
 
 
-def _visible(x: AttentionInputs, len_q: Tensor, len_k: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
+def _visible(x: AttentionInputs, len_q: Tensor, len_k: Tensor, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Return which pairs are visible, broadcastable to (B, H, M, N). Queries are aligned to the end of the keys."""
-    _, _, i, j = indices
+    b, h, i, j = index
     len_q, len_k = len_q[:, None, None, None], len_k[:, None, None, None]
     visible = (i[:, None] < len_q) & (j < len_k)
     diagonal = i[:, None] + len_k - len_q
@@ -113,17 +116,17 @@ def _visible(x: AttentionInputs, len_q: Tensor, len_k: Tensor, indices: tuple[Te
         visible = visible & (j <= diagonal + x.window_right)
     chosen = visible.new_ones(1, 1, 1, 1)
     if x.mask_mod is not None:
-        chosen = x.mask_mod.apply_mask(*indices, x.mask_captures)
+        chosen = x.mask_mod.apply_mask(b, h, i, j, x.mask_captures)
     if (lists := x.block_sparse) is not None:
         m, n = lists.block_size
         chosen = chosen & _listed(lists.mask_block_cnt, lists.mask_block_idx, i // m, j // n)
-        if lists.full_block_cnt is not None:
+        if lists.full_block_cnt is not None and lists.full_block_idx is not None:
             chosen = chosen | _listed(lists.full_block_cnt, lists.full_block_idx, i // m, j // n)
     return visible & chosen
 
 
 def _listed(count: Tensor, index: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Return (B|1, H|1, M, N): is the key block of j among the first `count` entries listed for the query block of i?"""
+    """Return (B|1, H|1, M, N): is j's block of keys among the first `count` listed for i's block of queries?"""
     blocks = torch.arange(index.shape[-1], device=index.device)
     wanted = torch.arange(int(j.max()) + 1 if j.numel() else 0, device=index.device)
     hit = (index[..., None] == wanted) & (blocks < count[..., None])[..., None]
@@ -139,9 +142,11 @@ class ReferenceBackend:
         """Refuse tensors without values."""
         return ["q is on meta"] if device.type == "meta" else []
 
-    def forward(self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse), written into the buffers where given."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             results = attention(inputs)
         return (
             results[0] if out is None else out.copy_(results[0]),
@@ -160,8 +165,10 @@ class ReferenceBackend:
         """Return the gradients by automatic differentiation of `attention`."""
         sources = [inputs.q, inputs.k, inputs.v, inputs.sink, *inputs.score_captures]
         wanted = [t is not None and need for t, need in zip(sources, needs, strict=True)]
-        leaves = [t.detach().requires_grad_() if w and t is not None else t for t, w in zip(sources, wanted, strict=True)]
-        with torch.enable_grad():
+        leaves = [
+            t.detach().requires_grad_() if w and t is not None else t for t, w in zip(sources, wanted, strict=True)
+        ]
+        with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
             q, k, v, sink, *captures = leaves
             call = inputs.replace(q=q, k=k, v=v, sink=sink, score_captures=tuple(captures))
             results = attention(call, pairwise=not _finite(*(g for g in (dout, dlse) if g is not None)))
@@ -177,8 +184,11 @@ class ReferenceBackend:
                 else [torch.zeros_like(t) for t, w in zip(leaves, wanted, strict=True) if w and t is not None]
             )
         grads = [next(found) if w else None for w in wanted]
-        return Gradients(*grads[:4], score_captures=tuple(grads[4:]))
+        dq, dk, dv, dsink, *dcaptures = grads
+        return Gradients(dq, dk, dv, dsink, tuple(dcaptures))
 
-    def combine(self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None) -> None:
+    def combine(
+        self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None
+    ) -> None:
         """Merge partial results along dimension 0 into `out` and `lse`."""
         merge(out_partial, lse_partial, out, lse, lengths)

@@ -1,10 +1,10 @@
 """Attention over tiles of keys: never a score matrix, invisible tiles never read, forward and backward.
 
 The forward keeps a running maximum, sum and output per query row (online softmax, Milakov and Gimelshein 2018); the
-backward recomputes each tile of probabilities from the log-sum-exp (Dao et al. 2022). Both walk the same tiles: spans of
-sequences and heads, then tiles of queries, then tiles of keys. Tiles are (n, M, N): n runs over sequences and K/V
-heads, M over the query heads that share a K/V head and over query rows, so K and V are never expanded. Arithmetic is in
-fp32, or in fp64 for fp64 inputs. Every sum has a fixed order, so equal calls give equal bits.
+backward recomputes each tile of probabilities from the log-sum-exp (Dao et al. 2022). Both walk the same tiles: spans
+of sequences and heads, then tiles of queries, then tiles of keys. Tiles are (n, M, N): n runs over sequences and K/V
+heads, M over the query heads that share a K/V head and over query rows, so K and V are never expanded. Arithmetic is
+in fp32, or in fp64 for fp64 inputs. Every sum has a fixed order, so equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -107,7 +108,8 @@ class _Call:
 
     @staticmethod
     def _count(span: Span) -> int:
-        return len(span.sequences) * (span.heads_kv.stop - span.heads_kv.start)
+        heads: int = span.heads_kv.stop - span.heads_kv.start
+        return len(span.sequences) * heads
 
 
 def _split(len_k: int, num_splits: int) -> list[slice]:
@@ -172,7 +174,9 @@ def _attend_backward(call: _Call, grads: _Accumulators, span: Span, rows: slice,
         within = _as_tile(visible, p, call, span, rows)
         turned = None if within is None else within.transpose(1, 2)
         if grads.v is not None and of.dout is not None:
-            grads.v.add(span, tile.rows, span.heads_kv, call.keys_first(_product(p.transpose(1, 2), of.dout, turned), span))
+            grads.v.add(
+                span, tile.rows, span.heads_kv, call.keys_first(_product(p.transpose(1, 2), of.dout, turned), span)
+            )
         if not grads.scores:
             continue
         dp = torch.zeros_like(p) if of.dout is None else torch.bmm(of.dout, v.transpose(1, 2))
@@ -187,7 +191,9 @@ def _attend_backward(call: _Call, grads: _Accumulators, span: Span, rows: slice,
                 call.by_head(ds, span, rows).masked_fill_(~visible, 0)
         ds.mul_(x.softmax_scale)
         if grads.k is not None:
-            grads.k.add(span, tile.rows, span.heads_kv, call.keys_first(_product(ds.transpose(1, 2), of.q, turned), span))
+            grads.k.add(
+                span, tile.rows, span.heads_kv, call.keys_first(_product(ds.transpose(1, 2), of.q, turned), span)
+            )
         if grads.q is not None:
             dq = _product(ds, k, within, dq)
     if grads.q is not None:
@@ -208,11 +214,15 @@ class _Accumulators:
         self.v = None if self.dv is None else call.sequences.rows_k(self.dv)
         self.sink = torch.zeros(x.heads, dtype=torch.float64) if needs[3] and x.sink is not None else None
         self.captures = [
-            torch.zeros(t.shape, dtype=call.dtype) if need and t.is_floating_point() else None
-            for t, need in zip(x.score_captures, needs[4:], strict=True)
+            torch.zeros(t.shape, dtype=self.capture_dtype(i)) if need and t.is_floating_point() else None
+            for i, (t, need) in enumerate(zip(x.score_captures, needs[4:], strict=True))
         ]
         #: whether anything that flows through the scores is asked for
         self.scores = needs[0] or needs[1] or any(c is not None for c in self.captures)
+
+    def capture_dtype(self, i: int) -> torch.dtype:
+        """Return the dtype in which the gradient of a score capture is summed."""
+        return torch.promote_types(self.call.dtype, self.call.inputs.score_captures[i].dtype)
 
     def add_sink(self, span: Span, rows: slice, lse: Tensor, delta: Tensor) -> None:
         """Subtract P_sink * delta, summed over rows and sequences. An empty row has lse = sink: P_sink is 1."""
@@ -221,6 +231,12 @@ class _Accumulators:
         lse, delta = self.call.by_head(lse, span, rows), self.call.by_head(delta, span, rows)
         p = torch.exp(column - _finite_shift(lse))
         self.sink[span.heads] -= (p * delta).sum((0, 2, 3), dtype=torch.float64)
+
+    def add_capture(self, i: int, grad: Tensor) -> None:
+        """Add to the gradient of a score capture."""
+        total = self.captures[i]
+        assert total is not None, "only called for captures that want a gradient"
+        total += grad
 
     def results(self) -> Gradients:
         """Return the gradients in the dtypes of their tensors."""
@@ -284,13 +300,16 @@ def _modify_with_gradient(
             captures[i] = capture
         return modifier.apply_score(score, *index, tuple(captures)).to(score.dtype)
 
-    modified, pullback = torch.func.vjp(apply, by_head, *(x.score_captures[i] for i in wanted))
+    # Captures enter in the dtype of their accumulators, so that what one of them gathers is not summed in fp16 or bf16.
+    leaves = [x.score_captures[i].to(grads.capture_dtype(i)) for i in wanted]
+    pair: Any = torch.func.vjp(apply, by_head, *leaves)
+    modified, pullback = pair
 
     def pull(ds: Tensor) -> Tensor:
         with _ordered_sums():
             d_raw, *d_captures = pullback(call.by_head(ds, span, rows))
         for i, grad in zip(wanted, d_captures, strict=True):
-            grads.captures[i] += grad
+            grads.add_capture(i, grad)
         return d_raw.contiguous().view(raw.shape)  # type: ignore[no-any-return]
 
     return modified.clone(memory_format=torch.contiguous_format).view(raw.shape), pull
@@ -321,7 +340,7 @@ def _as_tile(visible: Tensor | None, like: Tensor, call: _Call, span: Span, rows
 
 
 def _product(weights: Tensor, values: Tensor, visible: Tensor | None, onto: Tensor | None = None) -> Tensor:
-    """Return weights @ values (+ onto), in which invisible pairs, of weight 0, stay out even where a value is not finite."""
+    """Return weights @ values (+ onto). Invisible pairs, of weight 0, stay out even where a value is not finite."""
     if visible is None or math.isfinite(values.sum()):
         return torch.bmm(weights, values) if onto is None else torch.baddbmm(onto, weights, values)
     finite = values.isfinite()
