@@ -34,8 +34,12 @@ def packed(lengths, tune=()):
     return {"d": 128, "dv": 128, "h": 16, "hk": 16, "lengths": lengths, "left": None, "right": 0, "tune": tune}
 
 
-FULL128 = (C(2, 160, 2, persistent=True, cluster=2), C(2, 176, 2, own_o=False), C(2, 128, 2, persistent=True, pingpong=True))
-CAUSAL128 = (C(2, 128, 2, persistent=True), C(2, 128, 2, pingpong=True), C(2, 128, 2, own_o=False))
+S, D = "static", "dynamic"
+FULL128 = (
+    C(2, 160, 2, schedule=S, cluster=2), C(2, 128, 2, schedule=S, pingpong=True),
+    C(2, 128, 2, schedule=S, pingpong=True, cluster=2), C(2, 160, 2, schedule=D),
+)
+CAUSAL128 = (C(2, 128, 2, schedule=D), C(2, 128, 2, schedule=D, pingpong=True), C(2, 128, 2, schedule=D, lazy=True))
 _draw = random.Random(0)
 UNIFORM = [_draw.randint(64, 8192) for _ in range(24)]
 ONE_LONG = [64] * 100 + [16384] + [64] * 100
@@ -46,20 +50,20 @@ ROWS = {
     "D128 H16 8x4k causal": dense(128, 128, 16, 16, 8, 4096, right=0, tune=CAUSAL128),
     "D128 H16 2x16k full": dense(128, 128, 16, 16, 2, 16384, tune=FULL128),
     "D128 H16 2x16k causal": dense(128, 128, 16, 16, 2, 16384, right=0, tune=CAUSAL128),
-    "D64 H32 4x8k full": dense(64, 64, 32, 32, 4, 8192, tune=(C(3, 128, 3), C(2, 192, 2, pingpong=True), C(3, 128, 2, persistent=True, cluster=2))),
-    "D64 H32 4x8k causal": dense(64, 64, 32, 32, 4, 8192, right=0, tune=(C(3, 128, 3), C(2, 128, 3, pingpong=True), C(2, 192, 2, pingpong=True), C(3, 112, 3))),
-    "(192,128) H16 4x8k full": dense(192, 128, 16, 16, 4, 8192, tune=(C(2, 128, 2, own_o=False, persistent=True, cluster=2), C(2, 128, 2, own_o=False, pingpong=True), C(2, 112, 2, persistent=True))),
-    "(192,128) H16 4x8k causal": dense(192, 128, 16, 16, 4, 8192, right=0, tune=(C(2, 128, 2, own_o=False, pingpong=True), C(2, 112, 2))),
-    "D256 H8 4x8k full": dense(256, 256, 8, 8, 4, 8192, tune=(C(2, 80, 2, own_o=False, cluster=2, persistent=True), C(2, 80, 2, own_o=False, pingpong=True))),
-    "D256 H8 4x8k causal": dense(256, 256, 8, 8, 4, 8192, right=0, tune=(C(2, 80, 2, own_o=False, pingpong=True), C(2, 64, 2, own_o=False))),
-    "D96 H16 4x8k causal": dense(96, 96, 16, 16, 4, 8192, right=0, tune=(C(2, 128, 2, pingpong=True), C(3, 96, 2), C(2, 160, 2))),
-    "D128 H32 Hk8 2x8k causal": dense(128, 128, 32, 8, 2, 8192, right=0, tune=CAUSAL128[1:2]),
-    "D128 H16 Hk1 4x4k causal": dense(128, 128, 16, 1, 4, 4096, right=0, tune=(*CAUSAL128[1:2], C(2, 128, 2, pack=16))),
-    "D128 window (1023,0) 2x16k": dense(128, 128, 16, 16, 2, 16384, left=1023, right=0, tune=CAUSAL128[:2]),
-    "D64 H64 Hk8 window (127,0) 2x8k": dense(64, 64, 64, 8, 2, 8192, left=127, right=0, tune=(C(3, 64, 4, pack=8), C(2, 64, 4, pack=8), C(2, 96, 3, pack=8), C(3, 128, 2, pack=8, persistent=True), C(1, 128, 2, pack=8), C(1, 64, 2, pack=8))),
-    "packed 24 in 64..8192": packed(UNIFORM, CAUSAL128[1:2]),
-    "packed 512 of 64": packed([64] * 512, (C(1, 64, 2, own_o=False), C(1, 64, 1, own_o=False), C(1, 128, 1, own_o=False))),
-    "packed 16k + 200 of 64": packed(ONE_LONG, CAUSAL128[1:2]),
+    "D64 H32 4x8k full": dense(64, 64, 32, 32, 4, 8192, tune=(C(3, 128, 3, schedule=S, pingpong=True), C(3, 128, 3, schedule=S, lazy=True), C(3, 128, 3, schedule=S, pingpong=True, lazy=True), C(2, 160, 3, schedule=S, pingpong=True))),
+    "D64 H32 4x8k causal": dense(64, 64, 32, 32, 4, 8192, right=0, tune=(C(3, 128, 3, schedule=D), C(3, 128, 3, schedule=D, pingpong=True), C(3, 128, 3, schedule=D, lazy=True), C(2, 128, 3, schedule=D, pingpong=True))),
+    "(192,128) H16 4x8k full": dense(192, 128, 16, 16, 4, 8192, tune=(C(2, 128, 2, own_o=False, schedule=S, pingpong=True), C(2, 128, 2, own_o=False, schedule=S, pingpong=True, cluster=2), C(2, 112, 2, schedule=S, pingpong=True))),
+    "(192,128) H16 4x8k causal": dense(192, 128, 16, 16, 4, 8192, right=0, tune=(C(2, 128, 2, own_o=False, schedule=D), C(2, 128, 2, own_o=False, schedule=D, pingpong=True), C(2, 112, 2, schedule=D, pingpong=True))),
+    "D256 H8 4x8k full": dense(256, 256, 8, 8, 4, 8192, tune=(C(2, 80, 2, own_o=False, schedule=S, pingpong=True), C(2, 80, 2, own_o=False, schedule=S, pingpong=True, cluster=2))),
+    "D256 H8 4x8k causal": dense(256, 256, 8, 8, 4, 8192, right=0, tune=(C(2, 80, 2, own_o=False, schedule=D), C(2, 80, 2, own_o=False, schedule=D, pingpong=True), C(2, 80, 2, own_o=False, schedule=D, lazy=True))),
+    "D96 H16 4x8k causal": dense(96, 96, 16, 16, 4, 8192, right=0, tune=(C(3, 112, 2, own_o=False, schedule=D, pingpong=True), C(3, 112, 2, schedule=D), C(3, 112, 2, schedule=D, pingpong=True), C(2, 128, 2, schedule=D, pingpong=True))),
+    "D128 H32 Hk8 2x8k causal": dense(128, 128, 32, 8, 2, 8192, right=0, tune=CAUSAL128[:2]),
+    "D128 H16 Hk1 4x4k causal": dense(128, 128, 16, 1, 4, 4096, right=0, tune=CAUSAL128[:2]),
+    "D128 window (1023,0) 2x16k": dense(128, 128, 16, 16, 2, 16384, left=1023, right=0, tune=(C(2, 128, 2, schedule=S), *CAUSAL128[:2])),
+    "D64 H64 Hk8 window (127,0) 2x8k": dense(64, 64, 64, 8, 2, 8192, left=127, right=0, tune=(C(3, 128, 2, pack=8, schedule=S), C(3, 128, 2, pack=8, schedule=D), C(2, 128, 2, pack=8, schedule=S), C(2, 160, 2, pack=8, schedule=S), C(3, 80, 3, pack=8, schedule=S), C(2, 176, 1, pack=8, schedule=S))),
+    "packed 24 in 64..8192": packed(UNIFORM, CAUSAL128[:2]),
+    "packed 512 of 64": packed([64] * 512, (C(1, 64, 1, own_o=False), C(1, 64, 2, schedule=D), C(2, 128, 2, schedule=D))),
+    "packed 16k + 200 of 64": packed(ONE_LONG, CAUSAL128[:2]),
 }  # fmt: skip
 
 

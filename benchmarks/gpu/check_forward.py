@@ -200,6 +200,11 @@ NAMED = {
     "mqa": Case(heads=8, heads_kv=1), "fused": Case(layout="fused"), "heads_first": Case(layout="heads_first", right=0),
     "odd": Case(layout="odd"), "negative_scale": Case(scale=-0.1, right=0), "zero_scale": Case(scale=0.0, right=0),
     "fp16": Case(dtype="float16", right=0), "long": Case(sq=2000, sk=3000, right=0),
+    "clusters": Case(sq=1100, sk=700), "clusters_used": Case(sq=1300, sk=300, used_q=True, used_k=True, batch=3),
+    "clusters_packed_k": Case(sq=1025, lengths_k=(5, 0, 700), batch=3), "clusters_256": Case(d=256, dv=256, sq=1100, sk=600),
+    "clusters_192": Case(d=192, dv=128, sq=1100, sk=600, heads=6), "beyond_8k": Case(sq=1100, sk=9000),
+    "beyond_8k_causal": Case(sq=300, sk=9000, right=0), "short_rows": Case(sq=60, sk=500, right=0),
+    "short_rows_256": Case(d=256, dv=256, sq=60, sk=500), "mqa_window": Case(d=64, dv=64, heads=16, heads_kv=2, sq=700, sk=900, left=127, right=0),
     **{f"d{d}_{dv}": Case(d=d, dv=dv, right=0, sq=300, sk=333) for d, dv in
        ((8, 8), (40, 72), (64, 64), (72, 96), (96, 96), (104, 120), (192, 128), (200, 256), (256, 256), (256, 64), (64, 256))},
     **{f"full_d{d}_{dv}": Case(d=d, dv=dv, sq=500, sk=1033) for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))},
@@ -261,7 +266,7 @@ def main() -> None:
     began = time.time()
     named = [(n, c) for n, c in NAMED.items()]
     if args.small:
-        pick = "causal window sink_empty packed_used packed_pack softcap full_d64_64".split()
+        pick = "clusters_used short_rows pack_window causal window sink_empty packed_used packed_pack softcap full_d64_64".split()
         results = worker([(n, NAMED[n]) for n in pick])
     else:
         cases = named + [(f"drawn_{i}", drawn(i)) for i in range(max(args.cases - len(named), 0))]

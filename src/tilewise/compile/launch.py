@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib import import_module
 from threading import Lock
@@ -10,7 +9,7 @@ from typing import Any
 
 from .key import CompileKey
 
-#: Kernel name -> (module, class). A class is made from exactly (problem, config) and has `fake_arguments(problem)`.
+#: Kernel name -> (module, class). A class is made from exactly (problem, config) and has `fake_arguments(problem, config)`.
 KERNELS = {"sm90.forward": ("tilewise.backends.sm90.forward", "ForwardKernel")}
 
 _compiled: dict[CompileKey, Callable[..., Any]] = {}
@@ -19,13 +18,12 @@ _lock = Lock()
 
 def build(key: CompileKey, options: str = "") -> Any:
     """Compile `key` afresh, with extra compiler `options` appended, e.g. "--keep-cubin". Needs no GPU."""
-    os.environ["CUTE_DSL_ARCH"] = key.target.arch
     import cutlass.cute as cute
 
     module, name = KERNELS[key.kernel]
     cls = getattr(import_module(module), name)
     kernel = cls(key.problem, key.config)
-    return cute.compile(kernel, *cls.fake_arguments(key.problem), options=f"--enable-tvm-ffi {options}".strip())
+    return cute.compile(kernel, *cls.fake_arguments(key.problem, key.config), options=f"--enable-tvm-ffi --gpu-arch {key.target.arch} {options}".strip())
 
 
 def compile_kernel(key: CompileKey) -> Callable[..., Any]:

@@ -1,7 +1,4 @@
-"""From a tile number to (query tile, head, sequence): dense by division, packed by a search of cu_seqlens.
-
-Order: long tiles first within a head, heads that share K and V next to each other, so that they meet in L2.
-"""
+"""Which tile a block of threads works on next, and the search of cu_seqlens that turns a slot into a sequence."""
 
 from __future__ import annotations
 
@@ -34,3 +31,59 @@ def sequence_of_slot(cu: cute.Tensor, slot: Int32, batch: Int32, group: cutlass.
         low = low + (hits - 1) * step
         span = cutlass.min(step, batch + 1 - low)
     return low, cu[low] * group // tile_m + low
+
+
+# Where the next tile comes from; a number of `tiles` or more ends a block's work.
+#   "single"   none                          "static"   the grid size on
+#   "dynamic"  the producer draws from a counter in global memory, zero at launch, and hands the number to the consumers
+#              through one slot in shared memory with two barriers (full, empty). Drawn at the start of a tile's loads
+#              and published at their end, the number's latency is hidden.
+
+
+@cute.jit
+def initialize_handoff(bars, consumer_warps: cutlass.Constexpr[int], warp):
+    """Initialise the barriers of the slot; a fence and a barrier of all threads are to follow."""
+    if warp == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(bars, 1)
+            cute.arch.mbarrier_init(bars + 1, consumer_warps)
+
+
+@cute.jit
+def draw(counter):
+    """Start to fetch the number of the next tile (producer warp); nothing unless there is a counter."""
+    ticket = Int32(0)
+    if const_expr(counter is not None):
+        if cute.arch.lane_idx() == 0:
+            ticket = Int32(cute.arch.atomic_add(counter.iterator, Int32(1)))
+    return ticket
+
+
+@cute.jit
+def following(schedule: cutlass.Constexpr[str], tile: Int32, tiles: Int32):
+    """Return the next tile where no counter is needed."""
+    if const_expr(schedule == "single"):
+        return tiles
+    return tile + cute.arch.grid_dim()[0]
+
+
+@cute.jit
+def publish(ticket: Int32, bars, slot: cute.Tensor, phase: Int32):
+    """Return the next tile and tell the consumers (producer warp)."""
+    tile = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+    cute.arch.mbarrier_wait(bars + 1, phase ^ 1)
+    if cute.arch.lane_idx() == 0:
+        slot[0] = tile
+        cute.arch.mbarrier_arrive(bars)
+    return tile
+
+
+@cute.jit
+def receive(bars, slot: cute.Tensor, phase: Int32):
+    """Return the next tile (consumer warps)."""
+    cute.arch.mbarrier_wait(bars, phase)
+    tile = cute.arch.make_warp_uniform(slot[0])
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(bars + 1)
+    return tile

@@ -36,10 +36,12 @@ def step(
     scale_log2: Float32,
     first: cutlass.Constexpr[bool],
     may_be_empty: cutlass.Constexpr[bool],
+    lazy: cutlass.Constexpr[bool] = False,
 ):
     """Turn scores `s` (rows, columns) into unnormalised probabilities and update the running maximum and sum.
 
     `rescale[r]` is what earlier sums and outputs are to be multiplied by. `may_be_empty`: a row may have seen no key.
+    `lazy`: a maximum that grew by at most 2^8 is not taken up, so that `rescale[r]` is exactly 1.
     """
     columns = cute.size(s, mode=[1])
     for r in cutlass.range_constexpr(cute.size(s, mode=[0])):
@@ -47,6 +49,9 @@ def step(
         for j in cutlass.range_constexpr(columns):
             top = cute.arch.fmax(top, s[r, j])
         top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+        if const_expr(lazy and not first):
+            near = (top - row_max[r]) * scale_log2 <= Float32(8.0)
+            top = Float32(cutlass.select_(near, row_max[r], top))
         safe = top
         if const_expr(may_be_empty):
             safe = Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top))
@@ -65,6 +70,14 @@ def step(
             row_sum[r] = total
         else:
             row_sum[r] = row_sum[r] * rescale[r] + total
+
+
+@cute.jit
+def rescale_rows(o: cute.Tensor, factor: cute.Tensor):
+    """Multiply row r of `o` (rows, columns) by factor[r]."""
+    for r in cutlass.range_constexpr(cute.size(o, mode=[0])):
+        for j in cutlass.range_constexpr(cute.size(o, mode=[1])):
+            o[r, j] = o[r, j] * factor[r]
 
 
 @cute.jit

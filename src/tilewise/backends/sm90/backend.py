@@ -98,6 +98,7 @@ class Sm90Backend:
             stats if stats.dim() == 3 else stats.unsqueeze(0),
             *(vector(t) for t in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k)),
             vector(inputs.sink),
+            q.new_zeros(1, dtype=torch.int32) if config.schedule == "dynamic" else None,
             scale,
             inputs.softcap or 1.0,
             bound(inputs.window_left),

@@ -26,8 +26,10 @@ class ForwardConfig:
         tile_n: keys of a block.
         stages: K and V blocks in flight, each.
         own_o: the output tile has its own shared memory (else it takes Q's place, and Q's next load waits).
-        persistent: one block of threads per multiprocessor walks over tiles (else one tile each, in launch order).
-        pingpong: two warpgroups take turns on the tensor cores.
+        schedule: "single": one tile a block of threads, in launch order; "static": one block of threads per
+            multiprocessor, tiles dealt in turn; "dynamic": likewise, but each takes the next tile when it is free.
+        pingpong: the warpgroups take turns on the tensor cores.
+        lazy: the output is rescaled only where the maximum grew by more than 2^8, by a vote of the warp.
         cluster: adjacent query tiles that fetch K and V once for all (1: none).
         pack: query heads packed into the rows of a tile (1: none).
     """
@@ -36,8 +38,9 @@ class ForwardConfig:
     tile_n: int = 128
     stages: int = 2
     own_o: bool = True
-    persistent: bool = False
+    schedule: str = "single"
     pingpong: bool = False
+    lazy: bool = False
     cluster: int = 1
     pack: int = 1
 
@@ -54,7 +57,7 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer and of a consumer thread."""
-        return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+        return {1: (56, 240), 2: (40, 232), 3: (32, 160)}[self.warpgroups]
 
     def smem_bytes(self, problem: AttentionProblem) -> int:
         """Return the shared memory of a block, barriers and alignment included."""
@@ -66,13 +69,18 @@ class ForwardConfig:
 
 
 # fmt: off
-# (padded D, padded Dv) -> (without a right bound, with one). Measured: docs/tuning/sm90_forward.md.
+# (padded D, padded Dv) -> (no bound, some bound). Measured: docs/tuning/sm90_forward.md.
 TUNED: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
-    (64, 64): (ForwardConfig(3, 128, 3, own_o=True, persistent=True), ForwardConfig(3, 128, 2, own_o=True)),
-    (96, 96): (ForwardConfig(3, 112, 2, own_o=False), ForwardConfig(3, 112, 2, own_o=False)),
-    (128, 128): (ForwardConfig(2, 160, 2, own_o=True, persistent=True), ForwardConfig(2, 128, 2, own_o=True)),
-    (192, 128): (ForwardConfig(2, 128, 2, own_o=False), ForwardConfig(2, 128, 2, own_o=False)),
-    (256, 256): (ForwardConfig(2, 80, 2, own_o=False), ForwardConfig(2, 80, 2, own_o=False)),
+    (64, 64): (ForwardConfig(3, 128, 3, schedule="static", pingpong=True),
+               ForwardConfig(3, 128, 3, schedule="dynamic", pingpong=True)),
+    (96, 96): (ForwardConfig(3, 112, 2, schedule="static", pingpong=True),
+               ForwardConfig(3, 112, 2, schedule="dynamic", pingpong=True)),
+    (128, 128): (ForwardConfig(2, 128, 2, schedule="static", pingpong=True, cluster=2),
+                 ForwardConfig(2, 128, 2, schedule="dynamic")),
+    (192, 128): (ForwardConfig(2, 128, 2, own_o=False, schedule="static", pingpong=True, cluster=2),
+                 ForwardConfig(2, 128, 2, own_o=False, schedule="dynamic", pingpong=True)),
+    (256, 256): (ForwardConfig(2, 80, 2, own_o=False, schedule="static", pingpong=True, cluster=2),
+                 ForwardConfig(2, 80, 2, own_o=False, schedule="dynamic", pingpong=True)),
 }
 # fmt: on
 
@@ -84,8 +92,15 @@ def tuned(problem: AttentionProblem) -> ForwardConfig:
     if (d, dv) in TUNED:
         return TUNED[d, dv][banded]
     if max(d, dv) <= 128:
-        return ForwardConfig(2, 128, 2, own_o=False)
-    return ForwardConfig(2, 80 if dv > 128 else 96, 2, own_o=False)
+        return ForwardConfig(2, 128, 2, own_o=False, schedule="dynamic")
+    return ForwardConfig(2, 80 if dv > 128 else 96, 2, own_o=False, schedule="dynamic")
+
+
+def narrow(extents: Extents, tile_m: int) -> bool:
+    """Say whether the window spans so few keys that the edges of a query tile are most of its work."""
+    if extents.window_left is None or extents.window_right is None:
+        return False
+    return extents.window_left + extents.window_right + 1 <= 4 * tile_m
 
 
 def packs(problem: AttentionProblem, extents: Extents, config: ForwardConfig) -> bool:
@@ -97,10 +112,7 @@ def packs(problem: AttentionProblem, extents: Extents, config: ForwardConfig) ->
         return problem.pack_gqa
     m, rows = config.tile_m, extents.max_seqlen_q
     fewer_tiles = -(-rows * group // m) <= 0.75 * group * -(-rows // m)
-    span = None
-    if extents.window_left is not None and extents.window_right is not None:
-        span = extents.window_left + extents.window_right + 1
-    return fewer_tiles or (span is not None and span <= 4 * m)
+    return fewer_tiles or narrow(extents, m)
 
 
 def choose(problem: AttentionProblem, extents: Extents) -> ForwardConfig:
@@ -108,6 +120,17 @@ def choose(problem: AttentionProblem, extents: Extents) -> ForwardConfig:
     config = tuned(problem)
     if packs(problem, extents, config):
         config = replace(config, pack=extents.heads // extents.heads_kv)
-    if problem.packed_q:
-        config = replace(config, persistent=False, cluster=1)
+        if max(problem.head_dim, problem.head_dim_v) <= 64 and narrow(extents, config.tile_m):
+            config = replace(config, tile_n=80, pingpong=False, schedule="static")
+    if extents.max_seqlen_q * config.pack <= 64:
+        return replace(config, warpgroups=1, tile_n=64, stages=2, own_o=True, schedule="dynamic", pingpong=False, cluster=1)
+    if problem.packed_q and config.schedule == "static":
+        config = replace(config, schedule="dynamic")
+    if problem.packed_q or extents.max_seqlen_q < 1024 or config.pack > 1:
+        config = replace(config, cluster=1)
+    if (padded(problem.head_dim), padded(problem.head_dim_v)) == (128, 128) and extents.max_seqlen_k > 8192:
+        if config.cluster > 1:
+            config = replace(config, tile_n=160, pingpong=False)
+        elif problem.right and not problem.left:
+            config = replace(config, schedule="single")
     return config

@@ -45,13 +45,13 @@ class ForwardKernel:
         self.tile_d, self.tile_dv = padded(problem.head_dim), padded(problem.head_dim_v)
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.pack = config.pack
-        #: V rows past the counting keys are someone else's (or poison), and 0 * NaN is NaN.
+        # V rows past the counting keys are someone else's (or poison), and 0 * NaN is NaN.
         self.foreign_v = problem.packed_k or problem.seqused_k
-        #: A row may have seen no key after its first block.
+        # A row may have seen no key after its first block.
         self.sparse_rows = problem.right or problem.left or problem.packed_q or problem.packed_k or problem.seqused_k
 
     @staticmethod
-    def fake_arguments(problem: AttentionProblem) -> tuple:
+    def fake_arguments(problem: AttentionProblem, config: ForwardConfig) -> tuple:
         """Return what `__call__` is compiled with: tensors of open sizes, None for what is absent."""
         d, dv, kind = problem.head_dim, problem.head_dim_v, problem.dtype
         wide = [fakes.tensor(kind, (None, None, None, n), 16) for n in (d, d, dv, dv)]
@@ -63,13 +63,14 @@ class ForwardKernel:
         p = problem
         vectors = [vector(x) for x in (p.packed_q, p.packed_k, p.seqused_q, p.seqused_k)]
         sink = vector(p.sink is not None, p.sink or "float32")
+        counter = vector(config.schedule == "dynamic")
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return (*wide, lse, *vectors, sink, Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(4)), stream)
+        return (*wide, lse, *vectors, sink, counter, Float32(1.0), Float32(1.0), *(Int32(1) for _ in range(4)), stream)
 
     # ------------------------------------------------------------------------------------------------------ host
     @cute.jit
     def __call__(
-        self, mQ, mK, mV, mO, mLSE, cu_q, cu_k, used_q, used_k, sink, scale: Float32, cap: Float32,
+        self, mQ, mK, mV, mO, mLSE, cu_q, cu_k, used_q, used_k, sink, counter, scale: Float32, cap: Float32,
         left: Int32, right: Int32, batch: Int32, multiprocessors: Int32, stream,
     ):  # fmt: skip
         def view(t, modes):
@@ -113,12 +114,12 @@ class ForwardKernel:
             tiles_m = cute.round_up(cute.ceil_div(rows * self.pack, self.tile_m), c.cluster)
             tiles = tiles_m * (mQ.shape[2] // self.pack) * mQ.shape[3]
         grid = tiles
-        if const_expr(c.persistent):
+        if const_expr(c.schedule != "single"):
             grid = cutlass.min(tiles, multiprocessors // c.cluster * c.cluster)
         left = left if const_expr(self.problem.left) else None
         right = right if const_expr(self.problem.right) else None
         self.kernel(
-            tma_q, tQ, tma_k, tK, tma_v, tV, tma_o, tO, mO, mLSE, cu_q, cu_k, used_q, used_k, sink,
+            tma_q, tQ, tma_k, tK, tma_v, tV, tma_o, tO, mO, mLSE, cu_q, cu_k, used_q, used_k, sink, counter,
             scale, cap, left, right, batch, rows, group, tiles_m, tiles, sQ_l, sK_l, sV_l, sO_l,
         ).launch(
             grid=(grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
@@ -130,7 +131,7 @@ class ForwardKernel:
     def kernel(
         self, tma_q: cute.CopyAtom, tQ: cute.Tensor, tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom,
         tV: cute.Tensor, tma_o: cute.CopyAtom, tO: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor, cu_q, cu_k,
-        used_q, used_k, sink, scale: Float32, cap: Float32, left, right, batch: Int32, rows: Int32, group: Int32,
+        used_q, used_k, sink, counter, scale: Float32, cap: Float32, left, right, batch: Int32, rows: Int32, group: Int32,
         tiles_m: Int32, tiles: Int32, sQ_l: cute.ComposedLayout, sK_l: cute.ComposedLayout,
         sV_l: cute.ComposedLayout, sO_l: cute.ComposedLayout,
     ):  # fmt: skip
@@ -143,6 +144,8 @@ class ForwardKernel:
             bar_q: cute.struct.MemRange[cutlass.Int64, 2]
             bar_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             bar_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            bar_tile: cute.struct.MemRange[cutlass.Int64, 2]
+            next_tile: cute.struct.MemRange[Int32, 2]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[
                     self.dtype, cute.cosize(sQ_l) if c.own_o else max(cute.cosize(sQ_l), cute.cosize(sO_l))
@@ -182,6 +185,9 @@ class ForwardKernel:
         warps = 4 * c.warpgroups * c.cluster
         pipe_k = ring(c.stages, warps, cute.select(sK_l, mode=[0, 1]), storage.bar_k, **shared)
         pipe_v = ring(c.stages, warps, cute.select(sV_l, mode=[0, 1]), storage.bar_v, **shared)
+        handoff = (storage.bar_tile.data_ptr(), storage.next_tile.get_tensor(cute.make_layout(2)))
+        if const_expr(c.schedule == "dynamic"):
+            scheduler.initialize_handoff(handoff[0], 4 * c.warpgroups, warp)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -195,11 +201,11 @@ class ForwardKernel:
             if warp == 0:
                 for atom in (tma_q, tma_k, tma_v, tma_o):
                     cpasync.prefetch_descriptor(atom)
-                self.produce(tiles, lengths, left, right, pipe_q, pipe_k, pipe_v, sQ, sK, sV,
+                self.produce(handoff, counter, tiles, lengths, left, right, pipe_q, pipe_k, pipe_v, sQ, sK, sV,
                              tma_q, tQ, tma_k, tK, tma_v, tV)  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(tidx, warp, tiles, lengths, left, right, scale, cap, sink, pipe_q, pipe_k, pipe_v,
+            self.consume(tidx, warp, handoff, tiles, lengths, left, right, scale, cap, sink, pipe_q, pipe_k, pipe_v,
                          sQ, sK, sV, sO, tma_o, tO, mO, mLSE)  # fmt: skip
         if const_expr(c.cluster > 1):
             # A block must not leave while its partner may still write into its shared memory.
@@ -254,7 +260,9 @@ class ForwardKernel:
         return ((0, offset), 0) if const_expr(self.pack > 1) else (offset, 0)
 
     @cute.jit
-    def produce(self, tiles, lengths, left, right, pipe_q, pipe_k, pipe_v, sQ, sK, sV, tma_q, tQ, tma_k, tK, tma_v, tV):
+    def produce(
+        self, handoff, counter, tiles, lengths, left, right, pipe_q, pipe_k, pipe_v, sQ, sK, sV, tma_q, tQ, tma_k, tK, tma_v, tV
+    ):
         c = self.config
         producer = pipeline.PipelineUserType.Producer
         q_at = pipeline.make_pipeline_state(producer, 1)
@@ -268,8 +276,9 @@ class ForwardKernel:
                 atom, r, cute.make_layout(n), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
             )
 
-        start, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        for tile in cutlass.range(start, tiles, step, unroll=1):
+        tile, phase = cute.arch.block_idx()[0], Int32(0)
+        while tile < tiles:
+            ticket = scheduler.draw(counter)
             live, m, h, hk, bq, bk, offset_q, _, _, offset_k, _, blocks = self.locate(
                 tile, tQ.shape[2], lengths, left, right
             )
@@ -311,10 +320,15 @@ class ForwardKernel:
                 cute.copy(tma_v, vg[None, begin], vs[None, v_at.index],
                           tma_bar_ptr=pipe_v.producer_get_barrier(v_at), **multicast)  # fmt: skip
                 v_at.advance()
+            if const_expr(c.schedule == "dynamic"):
+                tile = scheduler.publish(ticket, *handoff, phase)
+            else:
+                tile = scheduler.following(c.schedule, tile, tiles)
+            phase = phase ^ 1
 
     @cute.jit
     def consume(
-        self, tidx, warp, tiles, lengths, left, right, softmax_scale, cap, sink, pipe_q, pipe_k, pipe_v,
+        self, tidx, warp, handoff, tiles, lengths, left, right, softmax_scale, cap, sink, pipe_q, pipe_k, pipe_v,
         sQ, sK, sV, sO, tma_o, tO, mO, mLSE,
     ):  # fmt: skip
         c = self.config
@@ -355,11 +369,11 @@ class ForwardKernel:
         rO = cute.make_rmem_tensor_like(acc_o, self.dtype)
 
         if const_expr(c.pingpong):
-            if wg == 1:
+            if wg == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
 
-        start, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        for tile in cutlass.range(start, tiles, step, unroll=1):
+        tile, phase = cute.arch.block_idx()[0], Int32(0)
+        while tile < tiles:
             live, m, h, hk, bq, _, offset_q, rows, sq, _, sk, blocks = self.locate(
                 tile, tO.shape[2], lengths, left, right
             )
@@ -392,7 +406,7 @@ class ForwardKernel:
                         pipe_v.consumer_wait(v_at)
                         self.clear_rows(sV, v_at.index, cutlass.max(valid, 0), tid)
                         cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.barrier(barrier_id=3 + wg, number_of_threads=128)
+                        cute.arch.barrier(barrier_id=4 + wg, number_of_threads=128)
 
                 if const_expr(right is not None):
                     for i in cutlass.range(end - 1 - free_end, unroll=1):
@@ -444,6 +458,11 @@ class ForwardKernel:
                     if warp % 4 == 0:
                         pipe_q.consumer_release(q_at)
                 q_at.advance()
+            if const_expr(c.schedule == "dynamic"):
+                tile = scheduler.receive(*handoff, phase)
+            else:
+                tile = scheduler.following(c.schedule, tile, tiles)
+            phase = phase ^ 1
 
     @cute.jit
     def step(self, n, k_at, v_at, mask_right: cutlass.Constexpr[bool], mask_left: cutlass.Constexpr[bool], loop):
@@ -465,12 +484,17 @@ class ForwardKernel:
                 s_rc, n, row_base, col0, sq, sk,
                 left if const_expr(mask_left) else None, right if const_expr(mask_right) else None, False,
             )  # fmt: skip
-        softmax.step(s_rc, row_max, row_sum, rescale, scale_log2, False, self.sparse_rows)
+        softmax.step(s_rc, row_max, row_sum, rescale, scale_log2, False, self.sparse_rows, self.config.lazy)
         warpgroup.wait_group(0)
         pipe_v.consumer_release(v_at)
-        for r in cutlass.range_constexpr(cute.size(o_rc, mode=[0])):
-            for j in cutlass.range_constexpr(cute.size(o_rc, mode=[1])):
-                o_rc[r, j] = o_rc[r, j] * rescale[r]
+        if const_expr(self.config.lazy):
+            grown = rescale[0] != Float32(1.0)
+            for r in cutlass.range_constexpr(1, cute.size(rescale)):
+                grown = grown | (rescale[r] != Float32(1.0))
+            if cute.arch.vote_any_sync(grown):
+                softmax.rescale_rows(o_rc, rescale)
+        else:
+            softmax.rescale_rows(o_rc, rescale)
         mma_sm90.pack(rP, acc_s)
 
     @cute.jit
@@ -509,10 +533,10 @@ class ForwardKernel:
             if warp % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         # The buffer is free: the last store has read it, or all four warps have read the Q it replaces.
-        cute.arch.barrier(barrier_id=3 + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=4 + wg, number_of_threads=128)
         cute.copy(copy, thread.retile(rO), thread.partition_D(sO[None, None, wg]))
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=3 + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=4 + wg, number_of_threads=128)
         left_over = rows * self.pack - slab * 64
         by_row = Int32(0)
         if const_expr(self.problem.packed_q):
@@ -543,7 +567,7 @@ class ForwardKernel:
                         held, cute.local_tile(mO[offset_q + position, None, head, bq], (8,), (at,))
                     )
                 if const_expr(not c.own_o):
-                    cute.arch.barrier(barrier_id=3 + wg, number_of_threads=128)
+                    cute.arch.barrier(barrier_id=4 + wg, number_of_threads=128)
 
     @cute.jit
     def take_turn(self, wg):
@@ -553,4 +577,4 @@ class ForwardKernel:
     @cute.jit
     def pass_turn(self, wg):
         if const_expr(self.config.pingpong):
-            cute.arch.barrier_arrive(barrier_id=2 - wg, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=1 + (wg + 1) % self.config.warpgroups, number_of_threads=256)
