@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+import tilewise.mods.trace as module
 from tilewise.errors import UnsupportedError
 from tilewise.mods import TracedMod, mask_mod, score_mod
 from tilewise.mods.fingerprint import fingerprint
@@ -290,8 +292,6 @@ def test_a_shape_read_in_python_is_seen():
 
 
 def test_a_repeated_call_does_not_trace_again(monkeypatch):
-    import tilewise.mods.trace as module
-
     calls = []
     monkeypatch.setattr(module, "_make_fx", lambda *a, _make=module._make_fx: calls.append(1) or _make(*a))
 
@@ -461,6 +461,59 @@ def test_detach_stops_the_gradient():
     out = applied(lambda s, b, h, q, k: s + table[h].detach(), torch.zeros(SIZES, requires_grad=True))
     out.sum().backward()
     assert table.grad is None
+
+
+def test_no_grad_stops_the_gradient():
+    table = torch.ones(3, requires_grad=True)
+
+    def fn(s, b, h, q, k):
+        with torch.no_grad():
+            bias = table[h] * 2
+        return s + bias + table[h]
+
+    applied(fn, torch.zeros(SIZES, requires_grad=True)).sum().backward()
+    assert table.grad.tolist() == [40, 40, 40]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_derivative_of_ones_own_is_refused_not_dropped():
+    with pytest.raises(UnsupportedError, match=r"score_mod: .*got the torch\.autograd\.Function _StraightThrough"):
+        trace(lambda s, b, h, q, k: _StraightThrough.apply(s) + 1, "score")
+
+
+def test_the_digest_does_not_depend_on_the_grad_mode():
+    def digest(w):
+        return trace(lambda s, b, h, q, k: s * w + SLOPES[h], "score")[0].digest
+
+    want = digest(0.375)
+    for mode in (torch.no_grad, torch.inference_mode):
+        module._CACHE._entries.clear()
+        with mode():
+            assert digest(0.375) == want
+
+
+def test_threads_trace_at_the_same_time():
+    results = []
+
+    def work(w):
+        modifier, _ = trace(lambda s, b, h, q, k: s * w, "score")
+        results.append((w, modifier.gradient(*[torch.tensor(1.0)] * 6).item()))
+
+    threads = [threading.Thread(target=work, args=(w,)) for w in (11.0, 12.0, 13.0, 14.0)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(results) == [(w, w) for w in (11.0, 12.0, 13.0, 14.0)]
 
 
 def test_the_gradient_of_a_large_table_needs_no_table_per_score():

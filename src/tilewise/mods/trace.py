@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -311,7 +312,9 @@ class _Watch(Subscripts):
                 "no Python control flow or conversion that depends on a tensor's value (torch.where chooses by value)",
                 f"{func.__name__} at {where}",
             )
-        return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        # What the function computes under no_grad is a constant to the derivative.
+        return out.detach() if isinstance(out, Tensor) and not torch.is_grad_enabled() else out
 
 
 class _ReadOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -376,15 +379,24 @@ def _trace(
     inputs = INPUTS[kind]
     _check_arity(fn, name, inputs, aux is not None)
     dtypes = [score_dtype if i == "score" else torch.int64 for i in inputs]
-    example = [torch.zeros((), dtype=d, device=device) for d in dtypes]
+    with torch.inference_mode(False), torch.enable_grad():
+        example = [torch.zeros((), dtype=d, device=device) for d in dtypes]
+        if kind == "score":  # not a leaf, so that the function may write to it
+            example[0] = example[0].requires_grad_().clone()
 
     def call(*args: Tensor) -> Tensor:
         with _Watch(name), _ReadOnly(name):
             out = fn(*args) if aux is None else fn(*args, aux)
         _check_result(out, name, score_dtype)
+        _check_derivative(out, name)
         return out  # type: ignore[no-any-return]
 
-    return _lift(_make_fx(call, example), kind)
+    with torch.inference_mode(False), torch.enable_grad():
+        return _lift(_make_fx(call, example), kind)
+
+
+#: make_fx keeps its state in globals: one thread traces at a time.
+_TRACING = threading.RLock()
 
 
 def _make_fx(fn: Callable[..., Tensor], example: Sequence[Tensor], table: Any = None) -> fx.GraphModule:
@@ -392,7 +404,7 @@ def _make_fx(fn: Callable[..., Tensor], example: Sequence[Tensor], table: Any = 
     from torch.fx.experimental.proxy_tensor import make_fx  # costs an import that plain attention does not need
 
     tracer = make_fx(fn, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
-    with torch.no_grad(), _without_autocast(), fx.traceback.preserve_node_meta():
+    with _TRACING, _without_autocast(), fx.traceback.preserve_node_meta():
         return tracer(*example)
 
 
@@ -425,6 +437,22 @@ def _check_result(out: Any, name: str, score_dtype: torch.dtype) -> None:
         raise TypeError(f"score_mod: expected a function that returns a floating-point score, got {out.dtype}")
     if out.dim() != 0:
         raise wrong_value(name, "a function that returns one value per score (rank 0)", f"shape {tuple(out.shape)}")
+
+
+def _check_derivative(out: Tensor, name: str) -> None:
+    """Refuse a derivative of the user's own: the graph of operations, which is all that is kept, does not hold it."""
+    todo, seen = [out.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise UnsupportedError(
+                f"{name}: expected operations whose derivative is known, got the torch.autograd.Function "
+                f"{type(node).__name__.removesuffix('Backward')}"
+            )
+        todo += [following for following, _ in node.next_functions]
 
 
 # ---- normalising a trace
@@ -464,7 +492,8 @@ def _trace_gradient(modifier: Modifier) -> fx.GraphModule:
         example = [torch.zeros((), dtype=v.dtype) for v in vals]
         example += [torch.empty_strided(shape, stride, dtype=dtype) for dtype, shape, stride in modifier.captures]
         example += [torch.zeros((), dtype=result.meta["val"].dtype)]
-    graph, _ = _normalise(_make_fx(pullback, example), inputs, "score_mod")
+    with torch.no_grad():
+        graph, _ = _normalise(_make_fx(pullback, example), inputs, "score_mod")
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
