@@ -208,3 +208,19 @@ def test_a_torch_that_does_not_fit_is_told_the_public_way(monkeypatch):
     torch.testing.assert_close(
         compiled(traced)[0](torch.ones(1, 3, 1, 1), TABLE, 2.0), traced(torch.ones(1, 3, 1, 1), TABLE, 2.0)
     )
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_derivative_of_ones_own_is_refused_not_dropped():
+    run, _ = compiled(lambda x: use(x, lambda s, b, h, q, k: _StraightThrough.apply(s)))
+    with pytest.raises(Exception, match=r"score_mod: .*got a torch\.autograd\.Function"):
+        run(torch.randn(1, 1, 2, 2, requires_grad=True))

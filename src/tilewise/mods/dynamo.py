@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
+from ..errors import UnsupportedError
 from .optable import OPS, VIEW
 from .trace import INPUTS, Modifier, lookup, trace_graph
 
@@ -108,6 +109,10 @@ def _variable_class() -> Any:
 
 def _trace_speculated(module: fx.GraphModule, kind: str, score_dtype: torch.dtype) -> tuple[Modifier, list[str]]:
     """Return the Modifier of a graph captured by Dynamo, and the names of the placeholders that are its captures."""
+    if any(getattr(node.target, "__name__", "") == "autograd_function_apply" for node in module.graph.nodes):
+        raise UnsupportedError(
+            f"{kind}_mod: expected operations whose derivative is known, got a torch.autograd.Function"
+        )
     _make_constant(module.graph)
     lifted = module.graph.find_nodes(op="placeholder")[len(INPUTS[kind]) :]
     values = [node.meta["example_value"] for node in lifted]
