@@ -101,8 +101,12 @@ def _variable_class() -> Any:
             return TupleVariable([VariableTracker.build(tx, modifier.digest), TupleVariable(captures)])
 
     def scalar(tx: Any, dtype: torch.dtype) -> Any:
-        shape, options = VariableTracker.build(tx, ()), {"dtype": VariableTracker.build(tx, dtype)}
-        return VariableTracker.build(tx, torch.zeros).call_function(tx, [shape], options)
+        """Return a rank-0 input; a score requires a gradient, so that Dynamo keeps derivatives of the user's own."""
+        build, floating = VariableTracker.build, dtype.is_floating_point
+        one = build(tx, torch.zeros).call_function(tx, [build(tx, (1,))], {"dtype": build(tx, dtype)})
+        options = {"dtype": build(tx, dtype), "requires_grad": build(tx, floating)}
+        leaf = one.call_method(tx, "new_empty", [build(tx, [])], options)
+        return leaf.call_method(tx, "clone", [], {}) if floating else leaf
 
     return TraceModVariable
 
