@@ -1,16 +1,13 @@
 """Whole problems, drawn: every feature crossed with every other, tiled against the reference, forward and backward."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.cases import gradients_of, problem
+from tests.support.cases import gradients_of, problem, tiles
 from tests.support.oracle import check
-from tilewise.backends.cpu import sequences
 from tilewise.backends.cpu.backend import CpuBackend
 from tilewise.mods import BlockSparseTensors, mask_mod, score_mod
 from tilewise.problem import AttentionInputs
@@ -68,20 +65,6 @@ def problems(draw: st.DrawFn, dtypes: list[torch.dtype]) -> AttentionInputs:
         layout_k=draw(st.sampled_from(["dense", "packed", "paged"])), used=draw(st.booleans()),
         page_size=draw(st.sampled_from([1, 4, 7])), seed=draw(st.integers(0, 999)), **options,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def tiles(rows: int, columns: int, elements: int) -> Iterator[None]:
-    """Make tiles small, so that small problems have many."""
-    names = ("TILE_ROWS", "TILE_COLUMNS", "WIDE_COLUMNS", "TILE_ELEMENTS")
-    before = [getattr(sequences, name) for name in names]
-    for name, value in zip(names, (rows, columns, columns, elements), strict=True):
-        setattr(sequences, name, value)
-    try:
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(sequences, name, value)
 
 
 SIZES = st.tuples(st.sampled_from([3, 16, 256]), st.sampled_from([5, 16, 512]), st.sampled_from([64, 4096, 2**20]))

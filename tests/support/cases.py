@@ -1,10 +1,12 @@
 """Problems: built from lengths and layouts, with NaN in every slot that must not be read."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from tilewise.backends.cpu import sequences
 from tilewise.backends.cpu.reference import _rows
 from tilewise.problem import AttentionInputs
 
@@ -118,3 +120,17 @@ def gradients_of(x: AttentionInputs, seed: int = 1, lse: bool = True) -> tuple[T
     g = torch.Generator().manual_seed(seed)
     dout = torch.randn(x.out_shape, generator=g).to(x.q.dtype).to(x.q.device)
     return dout, torch.randn(x.lse_shape, generator=g).to(x.lse_dtype).to(x.q.device) if lse else None
+
+
+@contextlib.contextmanager
+def tiles(rows: int, columns: int, elements: int) -> Iterator[None]:
+    """Give the CPU backend small tiles, so that small problems have many."""
+    names = ("TILE_ROWS", "TILE_COLUMNS", "WIDE_COLUMNS", "TILE_ELEMENTS")
+    before = [getattr(sequences, name) for name in names]
+    for name, value in zip(names, (rows, columns, columns, elements), strict=True):
+        setattr(sequences, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(sequences, name, value)

@@ -52,8 +52,8 @@ class Rows:
     """Rows of a tensor by sequence and position.
 
     Args:
-        storage: (B, S, heads, dim), or packed (total, heads, dim) with `starts`, or paged (pages, page_size, heads, dim)
-            with `pages`.
+        storage: (B, S, heads, dim), or packed (total, heads, dim) with `starts`, or paged
+            (pages, page_size, heads, dim) with `pages`.
         starts: first row of each sequence, if packed.
         pages: (B, max_pages) page table, if paged.
     """
