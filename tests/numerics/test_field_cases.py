@@ -91,7 +91,8 @@ def test_first_tile_masked_and_logits_very_negative(place, len_k):
         windowed, _ = place.backend.forward(x.replace(window_left=30))
     for i in range(88):
         seen_rows = v[0, len_k - 88 + i - 30 : len_k - 88 + i + 1, 0]
-        torch.testing.assert_close(windowed[0, i, 0], seen_rows.mean(0), atol=1e-5, rtol=1e-5)
+        # One rounding of a logit of -181 is 1.5e-5: tiles of other widths may round it the other way.
+        torch.testing.assert_close(windowed[0, i, 0], seen_rows.mean(0), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("length", [1, 128])
