@@ -210,6 +210,10 @@ NAMED = {
     **{f"full_d{d}_{dv}": Case(d=d, dv=dv, sq=500, sk=1033) for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))},
 }  # fmt: skip
 
+SMALL = (
+    "clusters_used short_rows pack_window causal window sink_empty packed_used packed_pack softcap full_d64_64"
+).split()
+
 
 def drawn(seed: int) -> Case:
     """Draw a case. Features come from few patterns so that few kernels are compiled; sizes are free."""
@@ -260,13 +264,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--small", nargs="*", metavar="NAME", help="of these named cases, or of one a feature")
     parser.add_argument("--json")
     args = parser.parse_args()
     began = time.time()
     named = [(n, c) for n, c in NAMED.items()]
-    if args.small:
-        pick = "clusters_used short_rows pack_window causal window sink_empty packed_used packed_pack softcap full_d64_64".split()
+    if args.small is not None:
+        pick = args.small or SMALL
         results = worker([(n, NAMED[n]) for n in pick])
     else:
         cases = named + [(f"drawn_{i}", drawn(i)) for i in range(max(args.cases - len(named), 0))]

@@ -71,16 +71,16 @@ class ForwardConfig:
 # fmt: off
 # (padded D, padded Dv) -> (no bound, some bound). Measured: docs/tuning/sm90_forward.md.
 TUNED: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
-    (64, 64): (ForwardConfig(3, 128, 3, schedule="static", pingpong=True),
+    (64, 64): (ForwardConfig(3, 128, 3, schedule="static", lazy=True),
                ForwardConfig(3, 128, 3, schedule="dynamic", pingpong=True)),
     (96, 96): (ForwardConfig(3, 112, 2, schedule="static", pingpong=True),
                ForwardConfig(3, 112, 2, schedule="dynamic", pingpong=True)),
     (128, 128): (ForwardConfig(2, 128, 2, schedule="static", pingpong=True, cluster=2),
                  ForwardConfig(2, 128, 2, schedule="dynamic")),
     (192, 128): (ForwardConfig(2, 128, 2, own_o=False, schedule="static", pingpong=True, cluster=2),
-                 ForwardConfig(2, 128, 2, own_o=False, schedule="dynamic", pingpong=True)),
-    (256, 256): (ForwardConfig(2, 80, 2, own_o=False, schedule="static", pingpong=True, cluster=2),
-                 ForwardConfig(2, 80, 2, own_o=False, schedule="dynamic", pingpong=True)),
+                 ForwardConfig(2, 128, 2, own_o=False, pingpong=True)),
+    (256, 256): (ForwardConfig(2, 80, 2, own_o=False, pingpong=True, cluster=2),
+                 ForwardConfig(2, 80, 2, own_o=False, pingpong=True)),
 }
 # fmt: on
 

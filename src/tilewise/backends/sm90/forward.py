@@ -463,6 +463,10 @@ class ForwardKernel:
             else:
                 tile = scheduler.following(c.schedule, tile, tiles)
             phase = phase ^ 1
+        if const_expr(c.own_o):
+            # Shared memory must outlive the last store's reads of it.
+            if warp % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def step(self, n, k_at, v_at, mask_right: cutlass.Constexpr[bool], mask_left: cutlass.Constexpr[bool], loop):
