@@ -308,9 +308,7 @@ class Gradients:
     score_captures: tuple[Tensor | None, ...] = ()
 
 
-def canonical_band(
-    causal: bool, left: int | None, right: int | None
-) -> tuple[int | None, int | None]:
+def canonical_band(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
     """Return (left, right) with None for unbounded: -1 and bounds of 2^31 - 1 or more are none, causal sets right = 0."""
     left = None if left is None or left == -1 or left >= UNBOUNDED else left
     right = None if right is None or right == -1 or right >= UNBOUNDED else right

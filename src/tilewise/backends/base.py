@@ -20,7 +20,9 @@ class Backend(Protocol):
         """Return why this backend cannot run `problem` on `device`; an empty list means that it can."""
         ...
 
-    def forward(self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of shapes `inputs.out_shape`, `inputs.lse_shape`, written into the buffers where given."""
         ...
 
@@ -36,6 +38,8 @@ class Backend(Protocol):
         """Return the gradients. `needs` says which of q, k, v, sink and then each score capture want one."""
         ...
 
-    def combine(self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None) -> None:
+    def combine(
+        self, out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: Tensor, lengths: Tensor | None
+    ) -> None:
         """Merge partial results along dimension 0 into `out` and `lse`."""
         ...

@@ -1,0 +1,1 @@
+"""Tilewise inside other libraries."""
