@@ -6,7 +6,8 @@
       └─ UnsupportedError            legal input that the backend asked for, or every backend, cannot run
            └─ DoubleBackwardError    a derivative of the gradient was asked for
 
-A message reads ``<argument>: expected <rule>, got <value>``: the argument first, since that is what its reader can change.
+A message reads ``<argument>: expected <rule>, got <value>``: the argument first, since that is what its reader can
+change.
 """
 
 from __future__ import annotations

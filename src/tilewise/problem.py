@@ -309,7 +309,7 @@ class Gradients:
 
 
 def canonical_band(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """Return (left, right) with None for unbounded: -1 and bounds of 2^31 - 1 or more are none, causal sets right = 0."""
+    """Return (left, right), None for unbounded: -1 and 2^31 - 1 or more are none, causal sets right = 0."""
     left = None if left is None or left == -1 or left >= UNBOUNDED else left
     right = None if right is None or right == -1 or right >= UNBOUNDED else right
     return left, 0 if causal else right

@@ -1,0 +1,19 @@
+"""Exact attention for PyTorch, computed tile by tile."""
+
+from . import mods
+from .api import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
+from .errors import DoubleBackwardError, UnsupportedError
+from .mods.block_mask import BlockSparseTensors, create_block_sparse
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockSparseTensors",
+    "DoubleBackwardError",
+    "UnsupportedError",
+    "create_block_sparse",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "mods",
+]
