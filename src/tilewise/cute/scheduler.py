@@ -17,7 +17,9 @@ def packed_slots(total: Int32, batch: Int32, tile_m: int) -> Int32:
 
 
 @cute.jit
-def sequence_of_slot(cu: cute.Tensor, slot: Int32, batch: Int32, group: cutlass.Constexpr[int], tile_m: cutlass.Constexpr[int]):
+def sequence_of_slot(
+    cu: cute.Tensor, slot: Int32, batch: Int32, group: cutlass.Constexpr[int], tile_m: cutlass.Constexpr[int]
+):
     """Return (b, first slot of b) by a 32-way search over the first slots; all lanes of the warp take part."""
     lane = cute.arch.lane_idx()
     low, span = Int32(0), batch + 1  # the answer lies in [low, low + span)
