@@ -9,7 +9,8 @@ from typing import Any
 
 from .key import CompileKey
 
-#: Kernel name -> (module, class). A class is made from exactly (problem, config) and has `fake_arguments(problem, config)`.
+#: Kernel name -> (module, class). A class is made from exactly (problem, config), and its `fake_arguments(problem,
+#: config)` are what its `__call__` is compiled with.
 KERNELS = {"sm90.forward": ("tilewise.backends.sm90.forward", "ForwardKernel")}
 
 _compiled: dict[CompileKey, Callable[..., Any]] = {}
@@ -23,7 +24,8 @@ def build(key: CompileKey, options: str = "") -> Any:
     module, name = KERNELS[key.kernel]
     cls = getattr(import_module(module), name)
     kernel = cls(key.problem, key.config)
-    return cute.compile(kernel, *cls.fake_arguments(key.problem, key.config), options=f"--enable-tvm-ffi --gpu-arch {key.target.arch} {options}".strip())
+    options = f"--enable-tvm-ffi --gpu-arch {key.target.arch} {options}".strip()
+    return cute.compile(kernel, *cls.fake_arguments(key.problem, key.config), options=options)
 
 
 def compile_kernel(key: CompileKey) -> Callable[..., Any]:
