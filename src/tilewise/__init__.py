@@ -4,6 +4,7 @@ from . import mods
 from .api import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
 from .errors import DoubleBackwardError, UnsupportedError
 from .mods.block_mask import BlockSparseTensors, create_block_sparse
+from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
 
@@ -16,4 +17,5 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "mods",
+    "scaled_dot_product_attention",
 ]
