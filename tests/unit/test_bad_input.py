@@ -1,5 +1,10 @@
 """Wrong calls: the exception's type, and that its text names the argument and the rule."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -157,3 +162,20 @@ def test_failed_append_leaves_the_cache():
     with pytest.raises(ValueError, match="cache_seqlens"):
         tilewise.flash_attn_with_kvcache(t(2, 1, 4, 16), k, v, new, new, cache_seqlens=ints(1, 7))
     assert not k.any() and not v.any()
+
+
+def test_the_same_without_asserts():
+    """`python -O` removes assert statements; no check may be one."""
+    code = """
+from tests.unit.test_bad_input import WRONG
+for number, (call, kind, text) in enumerate(WRONG):
+    try:
+        call()
+    except kind as error:
+        if text in str(error): continue
+    raise SystemExit(f"call {number}: not {kind.__name__} with {text!r}")
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}"}
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
