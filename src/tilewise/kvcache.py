@@ -15,7 +15,7 @@ from .settings import settings
 Tensor = torch.Tensor
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
-_library.define("append_kv(Tensor(a!) cache, Tensor new, Tensor start, Tensor? rows, Tensor? page_table) -> ()")
+_library.define("append_kv(Tensor(a!) cache, Tensor new, Tensor start, Tensor? page_table) -> ()")
 
 
 def flash_attn_with_kvcache(
@@ -102,7 +102,6 @@ def flash_attn_with_kvcache(
     _check_rotary(rotary_cos, rotary_sin, q, k)
     validation.check_flag("rotary_interleaved", rotary_interleaved)
     used = before + grown
-    attend_k, attend_v = k_cache, v_cache
     if not torch.compiler.is_compiling() and (q.device.type == "cpu" or settings().check):
         _check_values(used, capacity, cache_batch_idx, k_cache.shape[0])
     if cache_batch_idx is not None:
@@ -110,27 +109,26 @@ def flash_attn_with_kvcache(
         page_table = cache_batch_idx[:, None].contiguous()
     x = AttentionInputs(
         q=q,
-        k=attend_k,
-        v=attend_v,
+        k=k_cache,
+        v=v_cache,
         softmax_scale=0.0,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q),
         seqused_k=used,
         page_table=page_table,
     )
-    window: Window = window_size
-    options = (softmax_scale, causal, window, learnable_sink, softcap, num_splits, pack_gqa, False)
+    options = (softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, False)
     x = _normalise(x, *options, score_mod, mask_mod, aux_tensors, None)
     with torch.no_grad():
         if rotary_cos is not None and rotary_sin is not None and k is not None:
             tables = (rotary_cos, rotary_sin, rotary_interleaved)
             steps = torch.arange(grown, device=q.device)
             k = _rotate(k, before[:, None] + steps, *tables)
-            local = causal or tuple(window) not in {(None, None), (-1, -1)}
+            local = causal or tuple(window_size) not in {(None, None), (-1, -1)}
             x = x.replace(q=_rotate(q, _query_positions(x, before, local), *tables))
         if k is not None and v is not None:
             for cache, new in ((k_cache, k), (v_cache, v)):
-                torch.ops.tilewise.append_kv(cache, new, before, None, page_table)
+                torch.ops.tilewise.append_kv(cache, new, before, page_table)
         return ops.attention(x, backend)
 
 
@@ -198,7 +196,7 @@ def _rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
 
 
-def _append(cache: Tensor, new: Tensor, start: Tensor, rows: Tensor | None, page_table: Tensor | None) -> None:
+def _append(cache: Tensor, new: Tensor, start: Tensor, page_table: Tensor | None) -> None:
     """Write new[b, i] at position start[b] + i of sequence b."""
     batch, count = new.shape[:2]
     position = start[:, None].long() + torch.arange(count, device=new.device)

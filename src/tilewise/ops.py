@@ -130,15 +130,15 @@ def _backward(*args: Any) -> list[Tensor]:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs, _ = _inputs_without_mods(args)
+    inputs = _inputs_without_mods(args)
     return inputs.q.new_empty(inputs.out_shape), inputs.q.new_empty(inputs.lse_shape, dtype=inputs.lse_dtype)
 
 
-def _inputs_without_mods(args: tuple[Any, ...]) -> tuple[AttentionInputs, None]:
+def _inputs_without_mods(args: tuple[Any, ...]) -> AttentionInputs:
     """Return enough of the call for its shapes."""
     q, k, v, sink, optional = args[:5]
     named = dict(zip(OPTIONAL, optional, strict=False))
-    return AttentionInputs(q=q, k=k, v=v, softmax_scale=args[7], sink=sink, **named), None
+    return AttentionInputs(q=q, k=k, v=v, softmax_scale=args[7], sink=sink, **named)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
