@@ -6,20 +6,16 @@ attention does; that is the one rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from . import ops, validation
 from .errors import wrong_type, wrong_value
 from .mods.block_mask import BlockSparseTensors
-from .problem import AttentionInputs, canonical_band
-from .settings import settings
+from .normalise import Options, Window, autocast, block_lists, sequences
 
 Tensor = torch.Tensor
-Window = tuple[int | None, int | None] | list[int | None]
 
 
 def flash_attn_func(
@@ -70,32 +66,25 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: wrong arguments. UnsupportedError: no backend, or not the one named, runs this.
     """
-    q, k, v = _autocast(q, k, v)
-    validation.check_qkv(q, k, v, False, False, False)
-    lists = (mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
-    if any(t is not None for t in lists):
-        if block_sparse_tensors is not None:
-            raise wrong_value("block_sparse_tensors", "no block lists by name beside it", "both")
-        if mask_block_cnt is None or mask_block_idx is None:
-            raise wrong_value("mask_block_cnt", "mask_block_cnt and mask_block_idx with any block list", "none")
-        block_sparse_tensors = BlockSparseTensors(mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx)
-    inputs = _normalise(
-        AttentionInputs(q=q, k=k, v=v, softmax_scale=0.0),
-        softmax_scale,
-        causal,
-        window_size,
-        learnable_sink,
-        softcap,
-        num_splits,
-        pack_gqa,
-        deterministic,
-        score_mod,
-        mask_mod,
-        aux_tensors,
-        block_sparse_tensors,
-        score_mod_bwd,
+    x = sequences(*autocast(q, k, v))
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_sparse=block_lists(
+            block_sparse_tensors, mask_block_cnt, mask_block_idx, full_block_cnt, full_block_idx
+        ),
+        score_mod_bwd=score_mod_bwd,
     )
-    return ops.attention(inputs, backend)
+    return ops.attention(options.apply(x), backend)
 
 
 def flash_attn_varlen_func(
@@ -138,37 +127,32 @@ def flash_attn_varlen_func(
     Returns:
         out, shape of q with Dv, and lse (H, total_q), or (B, H, Sq) for dense q.
     """
-    q, k, v = _autocast(q, k, v)
-    validation.check_qkv(q, k, v, cu_seqlens_q is not None, cu_seqlens_k is not None, page_table is not None)
-    inputs = _normalise(
-        AttentionInputs(
-            q=q,
-            k=k,
-            v=v,
-            softmax_scale=0.0,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q),
-            max_seqlen_k=_bound("max_seqlen_k", max_seqlen_k),
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-        ),
-        softmax_scale,
-        causal,
-        window_size,
-        learnable_sink,
-        softcap,
-        num_splits,
-        pack_gqa,
-        deterministic,
-        score_mod,
-        mask_mod,
-        aux_tensors,
-        block_sparse_tensors,
-        score_mod_bwd,
+    x = sequences(
+        *autocast(q, k, v),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        page_table,
     )
-    return ops.attention(inputs, backend)
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_sparse=block_sparse_tensors,
+        score_mod_bwd=score_mod_bwd,
+    )
+    return ops.attention(options.apply(x), backend)
 
 
 def flash_attn_combine(
@@ -238,94 +222,3 @@ def flash_attn_combine(
     with torch.no_grad():
         find(name).combine(out_partial, lse_partial, merged, lse, lengths)
     return merged, lse if return_lse else None
-
-
-def _autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Cast q, k and v to the autocast dtype where autocast is on, fp64 excepted as everywhere in torch."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type if q.device.type != "meta" else "cpu"):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    cast = [
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in (q, k, v)
-    ]
-    return cast[0], cast[1], cast[2]
-
-
-def _bound(name: str, value: Any) -> int | None:
-    """Return an upper bound on lengths; a tensor's value stays where it is."""
-    if value is None or isinstance(value, Tensor):
-        return None
-    if not isinstance(value, torch.SymInt) and not isinstance(value, bool) and hasattr(value, "__index__"):
-        value = int(value)
-    validation.check_count(name, value)
-    return value  # type: ignore[no-any-return]
-
-
-def _normalise(
-    x: AttentionInputs,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    sink: Tensor | None,
-    softcap: float,
-    num_splits: int,
-    pack_gqa: bool | None,
-    deterministic: bool,
-    score_mod: Any,
-    mask_mod: Any,
-    aux_tensors: Sequence[Tensor] | None,
-    sparse: BlockSparseTensors | None,
-    score_mod_bwd: Any = None,
-) -> AttentionInputs:
-    """Return the call with its options checked and in canonical form."""
-    from .mods.trace import trace
-
-    if softmax_scale is not None:
-        validation.check_number("softmax_scale", softmax_scale)
-    validation.check_flag("causal", causal)
-    validation.check_window(window_size, causal and mask_mod is None)
-    validation.check_sink(sink, x.q)
-    validation.check_number("softcap", softcap, 0.0)
-    validation.check_count("num_splits", num_splits)
-    validation.check_flag("pack_gqa", pack_gqa, optional=True)
-    validation.check_flag("deterministic", deterministic)
-    validation.check_lengths(x)
-    if score_mod is not None and softcap != 0.0:
-        raise wrong_value("score_mod", "no softcap beside it", f"softcap {softcap!r}")
-    if score_mod_bwd is not None:
-        raise wrong_value(
-            "score_mod_bwd", "a @cute.jit score_mod beside it; the derivative of a torch score_mod is automatic", "one"
-        )
-    if sparse is not None:
-        if not isinstance(sparse, BlockSparseTensors):
-            raise wrong_type("block_sparse_tensors", "a BlockSparseTensors", sparse)
-        validation.check_blocks(sparse, x)
-    if aux_tensors is not None:
-        if not isinstance(aux_tensors, (list, tuple)):
-            raise wrong_type("aux_tensors", "a list of tensors", aux_tensors)
-        for i, t in enumerate(aux_tensors):
-            if not isinstance(t, Tensor):
-                raise wrong_type(f"aux_tensors[{i}]", "a tensor", t)
-    traced: dict[str, Any] = {}
-    score_dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    for kind, fn in (("score", score_mod), ("mask", mask_mod)):
-        if fn is not None:
-            modifier, captures = trace(fn, kind, aux_tensors, score_dtype, x.q.device)  # type: ignore[arg-type]
-            traced |= {f"{kind}_mod": modifier, f"{kind}_captures": captures}
-    left, right = (None, None) if mask_mod is not None else canonical_band(causal, *window_size)
-    if not torch.compiler.is_compiling() and (x.q.device.type == "cpu" or settings().check):
-        if type(x.q) is Tensor or isinstance(x.q, torch.nn.Parameter):
-            validation.check_values(x)
-    return x.replace(
-        softmax_scale=1.0 / math.sqrt(x.head_dim) if softmax_scale is None else softmax_scale,
-        softcap=softcap,
-        window_left=left,
-        window_right=right,
-        sink=sink,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        block_sparse=sparse,
-        **traced,
-    )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from . import ops, validation
-from .api import _bound, _normalise, flash_attn_combine, flash_attn_func, flash_attn_varlen_func
+from .api import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
 from .errors import wrong_value
 from .mods.block_mask import BlockSparseTensors
+from .normalise import Options, sequences
 from .ops import AttentionFunction
-from .problem import AttentionInputs
 
 Tensor = torch.Tensor
 
@@ -72,41 +71,36 @@ def _flash_attn_fwd(
         if size is not None:
             validation.check_count(name, size, 1)
     validation.check_flag("return_lse", return_lse)
-    packed = (cu_seqlens_q is not None, cu_seqlens_k is not None, page_table is not None)
-    validation.check_qkv(q, k, v, *packed)
-    x = AttentionInputs(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=0.0,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=_bound("max_seqlen_k", max_seqlen_k),
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        page_table=page_table,
+    x = sequences(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
+        page_table,
     )
     if out is not None:
         validation.check_buffer("out", out, x.out_shape, q.dtype, q)
     if lse is not None:
         validation.check_buffer("lse", lse, x.lse_shape, x.lse_dtype, q)
-    window = (window_size_left, window_size_right)
-    x = _normalise(
-        x,
-        softmax_scale,
-        causal,
-        window,
-        learnable_sink,
-        softcap or 0.0,
-        num_splits,
-        pack_gqa,
-        False,
-        score_mod,
-        mask_mod,
-        aux_tensors,
-        block_sparse_tensors,
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        learnable_sink=learnable_sink,
+        softcap=0.0 if softcap is None else softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_sparse=block_sparse_tensors,
     )
+    x = options.apply(x)
     wants_lse = return_lse or lse is not None or any(t.requires_grad for t in (q, k, v))
     with torch.no_grad():
         if out is None and lse is None:
@@ -149,19 +143,7 @@ def _flash_attn_bwd(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), written into the buffers where given; `out` and `lse` as `_flash_attn_fwd` returned them."""
-    validation.check_qkv(q, k, v, cu_seqlens_q is not None, cu_seqlens_k is not None, False)
-    x = AttentionInputs(
-        q=q,
-        k=k,
-        v=v,
-        softmax_scale=0.0,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=_bound("max_seqlen_k", max_seqlen_k),
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-    )
+    x = sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     for name, t, shape, dtype in (
         ("out", out, x.out_shape, q.dtype),
         ("dout", dout, x.out_shape, q.dtype),
@@ -176,9 +158,19 @@ def _flash_attn_bwd(
     for name, buffer, like in buffers:
         if buffer is not None:
             validation.check_buffer(name, buffer, tuple(like.shape), like.dtype, q)
-    window = (window_size_left, window_size_right)
-    options: tuple[Any, ...] = (score_mod, mask_mod, aux_tensors, block_sparse_tensors, score_mod_bwd)
-    x = _normalise(x, softmax_scale, causal, window, None, softcap, 1, None, deterministic, *options)
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        deterministic=deterministic,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        block_sparse=block_sparse_tensors,
+        score_mod_bwd=score_mod_bwd,
+    )
+    x = options.apply(x)
     with torch.no_grad():
         found = ops.attention_backward(x, dout, out, lse, backend)
         results = [g if b is None else b.copy_(g) for g, (_, b, _) in zip(found, buffers, strict=True)]

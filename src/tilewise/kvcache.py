@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from . import ops, validation
-from .api import Window, _bound, _normalise
 from .errors import wrong_value
+from .normalise import Options, Window, length_bound, values_are_readable
 from .problem import AttentionInputs
-from .settings import settings
 
 Tensor = torch.Tensor
 
@@ -69,7 +68,9 @@ def flash_attn_with_kvcache(
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         validation.check_tensor(name, t, 4, "(num_pages, page_size, Hk, D)" if paged else "(B, S, Hk, D)", q)
     # One cache row per sequence is checked below; here the rows may be more than the sequences.
-    validation.check_qkv(q, k_cache, v_cache, packed, False, paged=True)
+    validation.check_qkv(q, k_cache, v_cache, packed, False, paged=True, names=("k_cache", "v_cache"))
+    if cu_seqlens_q is not None:
+        validation.check_index("cu_seqlens_q", cu_seqlens_q, (-1,), "(B + 1,)", q)
     batch = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     if cache_batch_idx is not None:
         if paged:
@@ -102,8 +103,8 @@ def flash_attn_with_kvcache(
     _check_rotary(rotary_cos, rotary_sin, q, k)
     validation.check_flag("rotary_interleaved", rotary_interleaved)
     used = before + grown
-    if not torch.compiler.is_compiling() and (q.device.type == "cpu" or settings().check):
-        _check_values(used, capacity, cache_batch_idx, k_cache.shape[0])
+    if values_are_readable(q):
+        _check_values(before, grown, capacity, cache_batch_idx, k_cache.shape[0])
     if cache_batch_idx is not None:
         # The cache is one page per sequence, so that no row of it is copied.
         page_table = cache_batch_idx[:, None].contiguous()
@@ -113,18 +114,31 @@ def flash_attn_with_kvcache(
         v=v_cache,
         softmax_scale=0.0,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=length_bound("max_seqlen_q", max_seqlen_q),
         seqused_k=used,
         page_table=page_table,
     )
-    options = (softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, False)
-    x = _normalise(x, *options, score_mod, mask_mod, aux_tensors, None)
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+    )
+    x = options.apply(x)
+    local = causal or x.window_left is not None or x.window_right is not None
+    if rotary_cos is not None and values_are_readable(q):
+        _check_positions(x, before, grown, local, rotary_cos.shape[0])
     with torch.no_grad():
         if rotary_cos is not None and rotary_sin is not None and k is not None:
             tables = (rotary_cos, rotary_sin, rotary_interleaved)
             steps = torch.arange(grown, device=q.device)
             k = _rotate(k, before[:, None] + steps, *tables)
-            local = causal or tuple(window_size) not in {(None, None), (-1, -1)}
             x = x.replace(q=_rotate(q, _query_positions(x, before, local), *tables))
         if k is not None and v is not None:
             for cache, new in ((k_cache, k), (v_cache, v)):
@@ -160,16 +174,29 @@ def _check_rotary(cos: Any, sin: Any, q: Tensor, k: Any) -> None:
         raise wrong_value("rotary_sin", f"shape {tuple(cos.shape)} as rotary_cos", f"{tuple(sin.shape)}")
 
 
-def _check_values(used: Tensor, capacity: int, rows: Tensor | None, n_rows: int) -> None:
+def _check_values(before: Tensor, grown: int, capacity: int, rows: Tensor | None, n_rows: int) -> None:
     """Read the lengths and the cache rows and check them, before anything is written."""
-    for n in used.tolist():
-        if not 0 <= n <= capacity:
-            raise wrong_value(
-                "cache_seqlens", f"lengths up to {capacity}, the room of a sequence, after the append", f"{n}"
-            )
+    for n in before.tolist():
+        if n < 0:
+            raise wrong_value("cache_seqlens", "lengths of at least 0", f"{n}")
+        if n + grown > capacity:
+            rule = f"lengths up to {capacity}, the room of a sequence, after the append"
+            raise wrong_value("cache_seqlens", rule, f"{n} + {grown}")
     for row in [] if rows is None else rows.tolist():
         if not 0 <= row < n_rows:
             raise wrong_value("cache_batch_idx", f"rows from 0 to {n_rows - 1}", f"{row}")
+
+
+def _check_positions(x: AttentionInputs, before: Tensor, grown: int, local: bool, rows: int) -> None:
+    """Read the positions that q and the new keys rotate by and check that the rotary tables have them."""
+    if x.cu_seqlens_q is not None:
+        counts = x.cu_seqlens_q.diff().tolist()
+    else:
+        counts = [x.q.shape[1]] * x.q.shape[0]
+    for start, count in zip(before.tolist(), counts, strict=True):
+        last = start + max(grown, count if local else min(count, 1)) - 1
+        if last >= rows and last >= start:
+            raise wrong_value("rotary_cos", f"at least {last + 1} rows, one per position", f"{rows}")
 
 
 def _query_positions(x: AttentionInputs, before: Tensor, local: bool) -> Tensor:
@@ -185,7 +212,8 @@ def _query_positions(x: AttentionInputs, before: Tensor, local: bool) -> Tensor:
 def _rotate(x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x (..., H, D) rotated by its rows' positions (...); Su et al., RoFormer, 2021, equation 34."""
     half = cos.shape[1]
-    # Rows past the table are padding of packed queries; their result is never used.
+    # Rows past the table are padding of packed queries, whose result is never used, or were refused where values can
+    # be read; a clamp keeps the gather inside the table on a GPU, whose values are not read.
     position = position.clamp(max=max(cos.shape[0] - 1, 0)).long()
     compute = torch.promote_types(torch.float32, x.dtype)
     c, s = (t[position].unsqueeze(-2).to(compute) for t in (cos, sin))

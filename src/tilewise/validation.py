@@ -83,35 +83,38 @@ def check_window(window_size: Any, causal: bool) -> tuple[int | None, int | None
     return left, right
 
 
-def check_qkv(q: Any, k: Any, v: Any, packed_q: bool, packed_k: bool, paged: bool) -> None:
-    """Check q, k and v against each other."""
+def check_qkv(
+    q: Any, k: Any, v: Any, packed_q: bool, packed_k: bool, paged: bool, names: tuple[str, str] = ("k", "v")
+) -> None:
+    """Check q, k and v against each other; `names` are what the caller calls k and v."""
+    k_name, v_name = names
     q_layout = "(total_q, H, D)" if packed_q else "(B, Sq, H, D)"
     k_layout = "(num_pages, page_size, Hk, {})" if paged else "(total_k, Hk, {})" if packed_k else "(B, Sk, Hk, {})"
     check_tensor("q", q, 3 if packed_q else 4, q_layout)
-    check_tensor("k", k, 3 if packed_k else 4, k_layout.format("D"), q)
-    check_tensor("v", v, 3 if packed_k else 4, k_layout.format("Dv"), q)
+    check_tensor(k_name, k, 3 if packed_k else 4, k_layout.format("D"), q)
+    check_tensor(v_name, v, 3 if packed_k else 4, k_layout.format("Dv"), q)
     if q.dtype not in DTYPES:
         raise TypeError(f"q: expected dtype float16, bfloat16, float32 or float64, got {q.dtype}")
-    for name, t in (("k", k), ("v", v)):
+    for name, t in ((k_name, k), (v_name, v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name}: expected dtype {q.dtype} as in q, got {t.dtype}")
-    for name, t in (("q", q), ("v", v)):
+    for name, t in (("q", q), (v_name, v)):
         d = t.shape[-1]
         if d % 8 or d > MAX_HEAD_DIM or d == 0:
             raise wrong_value(
                 name, f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}", f"{d} (shape {tuple(t.shape)})"
             )
     if k.shape[-1] != q.shape[-1]:
-        raise wrong_value("k", f"head_dim {q.shape[-1]} as in q", f"{k.shape[-1]} (shape {tuple(k.shape)})")
+        raise wrong_value(k_name, f"head_dim {q.shape[-1]} as in q", f"{k.shape[-1]} (shape {tuple(k.shape)})")
     if v.shape[:-1] != k.shape[:-1]:
-        raise wrong_value("v", f"leading sizes {tuple(k.shape[:-1])} as in k", f"{tuple(v.shape[:-1])}")
+        raise wrong_value(v_name, f"leading sizes {tuple(k.shape[:-1])} as in {k_name}", f"{tuple(v.shape[:-1])}")
     heads, heads_kv = q.shape[-2], k.shape[-2]
     if heads == 0 or heads_kv == 0:
-        raise wrong_value("q" if heads == 0 else "k", "at least one head", "0")
+        raise wrong_value("q" if heads == 0 else k_name, "at least one head", "0")
     if heads % heads_kv:
-        raise wrong_value("q", f"a number of heads that is a multiple of the {heads_kv} heads of k", f"{heads}")
+        raise wrong_value("q", f"a number of heads that is a multiple of the {heads_kv} heads of {k_name}", f"{heads}")
     if not packed_q and not packed_k and not paged and q.shape[0] != k.shape[0]:
-        raise wrong_value("k", f"batch {q.shape[0]} as in q", f"{k.shape[0]} (shape {tuple(k.shape)})")
+        raise wrong_value(k_name, f"batch {q.shape[0]} as in q", f"{k.shape[0]} (shape {tuple(k.shape)})")
 
 
 def check_lengths(x: AttentionInputs) -> None:
@@ -147,7 +150,7 @@ def check_lengths(x: AttentionInputs) -> None:
 
 
 def check_values(x: AttentionInputs) -> None:
-    """Read cu_seqlens, seqused and page_table and check what they say. Synchronises on a GPU."""
+    """Read cu_seqlens, seqused, page_table and block lists and check what they say. Synchronises on a GPU."""
     for name, t, total in (
         ("cu_seqlens_q", x.cu_seqlens_q, x.q.shape[0]),
         ("cu_seqlens_k", x.cu_seqlens_k, x.k.shape[0]),
@@ -180,6 +183,8 @@ def check_values(x: AttentionInputs) -> None:
                     raise wrong_value(
                         "page_table", f"page numbers from 0 to {pages - 1} within the used length", f"{page}"
                     )
+    if x.block_sparse is not None:
+        check_block_values(x)
 
 
 def check_sink(sink: Any, q: Tensor) -> None:
@@ -211,6 +216,39 @@ def check_blocks(sparse: Any, x: AttentionInputs) -> None:
             raise wrong_value(name, f"{n_q} blocks of {bm} queries", f"{t.shape[2]} (shape {tuple(t.shape)})")
         if len(shape) == 4 and x.cu_seqlens_k is None and x.page_table is None and t.shape[3] > max(n_k, 1):
             raise wrong_value(name, f"at most {n_k} blocks of {bn} keys", f"{t.shape[3]} (shape {tuple(t.shape)})")
+
+
+def check_block_values(x: AttentionInputs) -> None:
+    """Read block lists: counts within the lists, and key blocks that exist. Repeated blocks are legal."""
+    sparse = x.block_sparse
+    if sparse is None:
+        return
+    lists = sparse.tensors()
+    # Packed and paged keys: lists made for a longer capacity are legal; blocks past a sequence's end are empty.
+    open_ended = x.cu_seqlens_k is not None or x.page_table is not None
+    most = UNBOUNDED if open_ended else -(-x.capacity_k // sparse.block_size[1]) - 1
+    rows = -(-x.capacity_q // sparse.block_size[0])
+    for kind in ("mask", "full"):
+        if f"{kind}_block_cnt" not in lists:
+            continue
+        count, index = lists[f"{kind}_block_cnt"][:, :, :rows], lists[f"{kind}_block_idx"][:, :, :rows]
+        room = index.shape[3]
+        for n in _outside(count, room):
+            raise wrong_value(f"{kind}_block_cnt", f"counts from 0 to {room}, the room of {kind}_block_idx", f"{n}")
+        listed = torch.arange(room, device=index.device) < count[..., None]
+        # A list that serves all batch entries or heads is in use wherever any of them counts it.
+        index, listed = torch.broadcast_tensors(index, listed)  # type: ignore[no-untyped-call]
+        for n in _outside(index[listed], most):
+            rule = "key blocks of at least 0" if open_ended else f"key blocks from 0 to {most}"
+            raise wrong_value(f"{kind}_block_idx", f"{rule} within the counts", f"{n}")
+
+
+def _outside(t: Tensor, most: int) -> list[int]:
+    """Return one value of `t` that is not from 0 to `most`, if there is any."""
+    if not t.numel():
+        return []
+    low, high = (int(n) for n in t.aminmax())
+    return [low] if low < 0 else [high] if high > most else []
 
 
 def check_buffer(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:

@@ -43,6 +43,22 @@ def cache(k_new=None, v_new=None, **options):
     return tilewise.flash_attn_with_kvcache(t(2, 1, 4, 16), k, v, k_new, v_new, **options)
 
 
+def kvcache(k=None, v=None):
+    k, v = (t(2, 8, 4, 16) if x is None else x for x in (k, v))
+    return tilewise.flash_attn_with_kvcache(t(2, 1, 4, 16), k, v, cache_seqlens=ints(1, 2))
+
+
+def rotary(rows, **options):
+    new = t(2, 2, 4, 16)
+    return cache(new, new, rotary_cos=t(rows, 4), rotary_sin=t(rows, 4), **options)
+
+
+def blocks(count=1, index=0, full=None):
+    lists = [ints(count).view(1, 1, 1), ints(index).view(1, 1, 1, 1)]
+    lists += [None, None] if full is None else [ints(full[0]).view(1, 1, 1), ints(full[1]).view(1, 1, 1, 1)]
+    return dense(block_sparse_tensors=tilewise.BlockSparseTensors(*lists))
+
+
 def sdpa(*args, **options):
     q, k, v = (t(2, 4, 5, 16) for _ in range(3))
     return tilewise.scaled_dot_product_attention(q, k, v, *args, **options)
@@ -135,6 +151,17 @@ WRONG = [
     (lambda: cache(t(2, 1, 4, 16), t(2, 2, 4, 16)), ValueError, "v: expected 1 rows as in k"),
     (lambda: cache(rotary_cos=t(8, 4)), ValueError, "rotary_sin: expected both tables"),
     (lambda: cache(rotary_cos=t(8, 4), rotary_sin=t(8, 4)), ValueError, "rotary_cos: expected k and v"),
+    (lambda: cache(cache_seqlens=ints(1, -1)), ValueError, "cache_seqlens: expected lengths of at least 0"),
+    (lambda: cache(*[t(2, 2, 4, 16)] * 2, cache_seqlens=ints(1, 7)), ValueError, "after the append, got 7 + 2"),
+    (lambda: cache(cu_seqlens_q=[0, 1, 2]), ValueError, "q: expected shape (total_q, H, D)"),
+    (lambda: rotary(3), ValueError, "rotary_cos: expected at least 4 rows, one per position, got 3"),
+    (lambda: kvcache(k=t(2, 8, 4, 8)), ValueError, "k_cache: expected head_dim 16 as in q, got 8"),
+    (lambda: kvcache(v=t(2, 9, 4, 16)), ValueError, "v_cache: expected leading sizes (2, 8, 4) as in k_cache"),
+    (lambda: kvcache(v=t(2, 8, 4, 16, dtype=HALF)), TypeError, "v_cache: expected dtype torch.float32 as in q"),
+    (lambda: blocks(count=2), ValueError, "mask_block_cnt: expected counts from 0 to 1"),
+    (lambda: blocks(count=-1), ValueError, "mask_block_cnt: expected counts from 0 to 1"),
+    (lambda: blocks(index=1), ValueError, "mask_block_idx: expected key blocks from 0 to 0"),
+    (lambda: blocks(full=(1, -1)), ValueError, "full_block_idx: expected key blocks from 0 to 0"),
     (lambda: sdpa(dropout_p=0.1), NotImplementedError, "dropout_p: expected 0"),
     (lambda: sdpa(torch.ones(5, 5, dtype=torch.bool), is_causal=True), ValueError, "attn_mask: expected None"),
     (lambda: sdpa(ints(1)), TypeError, "attn_mask: expected a bool or floating tensor"),
