@@ -46,7 +46,7 @@ def choose(problem: AttentionProblem, device: torch.device, name: str | None = N
     order = (name,) if name else ("cpu",) if device.type == "cpu" else AUTOMATIC
     for candidate in order:
         found = backend(candidate)
-        refused = found.rejections(problem, device)
+        refused = found.unavailable(device) + found.unsupported(problem)
         if not refused:
             return found
         reasons.append(f"  {candidate}: {'; '.join(refused)}")

@@ -12,12 +12,16 @@ Tensor = torch.Tensor
 
 
 class Backend(Protocol):
-    """One implementation of the whole contract, or of as much of it as `rejections` lets through."""
+    """One implementation of the whole contract, or of as much of it as its two lists of reasons let through."""
 
     name: str
 
-    def rejections(self, problem: AttentionProblem, device: torch.device) -> list[str]:
-        """Return why this backend cannot run `problem` on `device`; an empty list means that it can."""
+    def unavailable(self, device: torch.device) -> list[str]:
+        """Return why this backend cannot run tensors of `device` on this machine; empty if it can."""
+        ...
+
+    def unsupported(self, problem: AttentionProblem) -> list[str]:
+        """Return why this backend cannot compute `problem` on any machine; empty if it can."""
         ...
 
     def forward(

@@ -16,9 +16,13 @@ class CpuBackend:
 
     name = "cpu"
 
-    def rejections(self, problem: AttentionProblem, device: torch.device) -> list[str]:
+    def unavailable(self, device: torch.device) -> list[str]:
         """Refuse tensors that are not in host memory."""
         return [] if device.type == "cpu" else [f"q is on {device}"]
+
+    def unsupported(self, problem: AttentionProblem) -> list[str]:
+        """Refuse nothing."""
+        return []
 
     def forward(
         self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None

@@ -138,9 +138,13 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def rejections(self, problem: AttentionProblem, device: torch.device) -> list[str]:
+    def unavailable(self, device: torch.device) -> list[str]:
         """Refuse tensors without values."""
         return ["q is on meta"] if device.type == "meta" else []
+
+    def unsupported(self, problem: AttentionProblem) -> list[str]:
+        """Refuse nothing."""
+        return []
 
     def forward(
         self, inputs: AttentionInputs, out: Tensor | None = None, lse: Tensor | None = None

@@ -27,15 +27,20 @@ class Sm90Backend:
 
     name = "sm90"
 
-    def rejections(self, problem: AttentionProblem, device: torch.device) -> list[str]:
-        """Return why `problem` cannot run here; empty if it can."""
-        p, reasons = problem, []
+    def unavailable(self, device: torch.device) -> list[str]:
+        """Return why tensors of `device` cannot be computed on here; empty if they can."""
+        reasons = []
         if device.type != "cuda":
             reasons.append(f"q is on {device}, not on a CUDA device")
         elif capability(device.index or 0) != (9, 0):
             reasons.append("compute capability %d.%d, not 9.0" % capability(device.index or 0))
         if find_spec("cutlass") is None:
             reasons.append("nvidia-cutlass-dsl is not installed")
+        return reasons
+
+    def unsupported(self, problem: AttentionProblem) -> list[str]:
+        """Return why the kernels cannot compute `problem`; empty if they can."""
+        p, reasons = problem, []
         if p.dtype not in ("float16", "bfloat16"):
             reasons.append(f"dtype {p.dtype}, not float16 or bfloat16")
         for name, size in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
