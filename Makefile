@@ -25,5 +25,8 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
+docs: .venv/ready
+	$(BIN)/python tools/support_table.py
+
 bench-cpu: .venv/ready
 	$(BIN)/python benchmarks/bench_cpu.py

@@ -15,6 +15,7 @@ class Backend(Protocol):
     """One implementation of the whole contract, or of as much of it as its two lists of reasons let through."""
 
     name: str
+    runs_on: str  # in words, for the support tables
 
     def unavailable(self, device: torch.device) -> list[str]:
         """Return why this backend cannot run tensors of `device` on this machine; empty if it can."""

@@ -15,6 +15,7 @@ class CpuBackend:
     """Torch's fused kernel where it computes the call, tiles of keys elsewhere."""
 
     name = "cpu"
+    runs_on = "any CPU"
 
     def unavailable(self, device: torch.device) -> list[str]:
         """Refuse tensors that are not in host memory."""

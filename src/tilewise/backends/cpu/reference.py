@@ -137,6 +137,7 @@ class ReferenceBackend:
     """The specification as a backend: any device, every feature, memory for every score."""
 
     name = "reference"
+    runs_on = "any device, by name only: every score in memory"
 
     def unavailable(self, device: torch.device) -> list[str]:
         """Refuse tensors without values."""

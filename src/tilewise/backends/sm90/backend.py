@@ -26,6 +26,7 @@ class Sm90Backend:
     """Attention on GPUs of compute capability 9.0."""
 
     name = "sm90"
+    runs_on = "GPUs of compute capability 9.0 (Hopper)"
 
     def unavailable(self, device: torch.device) -> list[str]:
         """Return why tensors of `device` cannot be computed on here; empty if they can."""
