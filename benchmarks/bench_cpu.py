@@ -1,4 +1,4 @@
-"""The CPU backend beside torch's scaled_dot_product_attention, as ratios taken in one process.
+"""tilewise on a CPU beside torch's scaled_dot_product_attention: public functions, ratios taken in one process.
 
     python benchmarks/bench_cpu.py [--json PATH] [--quick]
 
@@ -9,6 +9,7 @@ Exit status 1 if a target is missed.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
@@ -25,8 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise.backends.cpu.backend import CpuBackend
-from tilewise.problem import AttentionInputs
+from tilewise import flash_attn_func
 
 Tensor = torch.Tensor
 
@@ -67,11 +67,9 @@ def tensors(batch: int, length: int, heads: int, dim: int, dtype: torch.dtype) -
 def forward_beside_sdpa(dtype: torch.dtype, causal: bool, length: int, rounds: int) -> Row:
     """Forward at (2, length, 8, 64): time relative to SDPA on the same layout."""
     q, k, v = tensors(2, length, 8, 64, dtype)
-    x = AttentionInputs(q, k, v, 64**-0.5, window_right=0 if causal else None)
-    backend = CpuBackend()
 
     def ours() -> Tensor:
-        return backend.forward(x)[0]
+        return flash_attn_func(q, k, v, causal=causal)[0]
 
     def torchs() -> Tensor:
         return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
@@ -84,18 +82,13 @@ def forward_beside_sdpa(dtype: torch.dtype, causal: bool, length: int, rounds: i
 
 def training_beside_sdpa(length: int, rounds: int) -> Row:
     """Forward and backward, causal fp32 at (2, length, 8, 64), relative to SDPA with autograd."""
-    q, k, v = tensors(2, length, 8, 64, torch.float32)
-    dout = torch.ones_like(q)
-    x = AttentionInputs(q, k, v, 64**-0.5, window_right=0)
-    backend = CpuBackend()
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    leaves = [t.requires_grad_() for t in tensors(2, length, 8, 64, torch.float32)]
+    dout = torch.randn_like(leaves[0])
 
-    def ours() -> list[Tensor | None]:
-        out, lse = backend.forward(x)
-        grads = backend.backward(x, dout, None, out, lse, (True, True, True, False))
-        return [grads.q, grads.k, grads.v]
+    def ours() -> list[Tensor]:
+        return list(torch.autograd.grad(flash_attn_func(*leaves, causal=True)[0], leaves, dout))
 
-    def torchs() -> list[Tensor | None]:
+    def torchs() -> list[Tensor]:
         out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in leaves), is_causal=True).transpose(1, 2)
         return list(torch.autograd.grad(out, leaves, dout))
 
@@ -108,40 +101,37 @@ def training_beside_sdpa(length: int, rounds: int) -> Row:
 def window_beside_full(length: int, rounds: int) -> Row:
     """Window (255, 0) relative to the same call without it."""
     q, k, v = tensors(1, length, 8, 64, torch.float32)
-    x = AttentionInputs(q, k, v, 64**-0.5)
-    narrow = x.replace(window_left=255, window_right=0)
-    backend = CpuBackend()
-    out = backend.forward(narrow)[0]
+
+    def narrow() -> Tensor:
+        return flash_attn_func(q, k, v, window_size=(255, 0))[0]
+
+    out = narrow()
     last = [t[:, -256:].transpose(1, 2) for t in (k, v)]
     want = scaled_dot_product_attention(q[:, -1:].transpose(1, 2), *last).transpose(1, 2)
     torch.testing.assert_close(out[:, -1:], want, rtol=1e-5, atol=1e-5)
-    mine, full = interleaved(lambda: backend.forward(narrow), lambda: backend.forward(x), rounds)
+    mine, full = interleaved(narrow, lambda: flash_attn_func(q, k, v), rounds)
     name = f"window (255, 0) float32 (1, {length}, 8, 64)"
     return Row(name, "x no window", mine / full, 1 / 8, f"{mine * 1e3:.0f} ms, without {full * 1e3:.0f} ms")
 
 
 _PEAK = """
 import pathlib, re, torch
-from tilewise.backends.cpu import tiled
-from tilewise.problem import AttentionInputs
+from tilewise import flash_attn_func
 torch.set_num_threads(2)
 
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 
 q = torch.randn(1, {length}, 8, 64)
-x = AttentionInputs(q, q, q, 0.125, window_right=0, softcap=30.0)
-out, lse = torch.zeros(x.out_shape), torch.zeros(x.lse_shape)
-few = x.replace(q=q[:, :64], k=q[:, :64], v=q[:, :64])
-tiled.forward(few, out[:, :64], lse[:, :, :64])
+flash_attn_func(q[:, :64], q[:, :64], q[:, :64], causal=True, softcap=30.0)
 before = peak()
-tiled.forward(x, out, lse)
-print(peak() - before)
+out, lse = flash_attn_func(q, q, q, causal=True, softcap=30.0)
+print(peak() - before - (out.nbytes + lse.nbytes) // 1024)
 """
 
 
 def peak_memory(length: int) -> Row:
-    """Memory of a tiled forward beyond its inputs and outputs, in a process of its own (Linux: read from /proc)."""
+    """Memory of a forward beyond its inputs and outputs, in a process of its own (Linux: read from /proc)."""
     code = _PEAK.format(length=length)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     scores = 8 * length**2 * 4 / 2**30
@@ -187,7 +177,16 @@ def main() -> int:
         table.add_row(row.name, f"{row.value:.3g} {row.unit}", f"<= {row.target:.3g}", verdict, row.detail)
     Console(width=150).print(table)
     if options.json is not None:
-        options.json.write_text(json.dumps([row._asdict() | {"passed": row.passed} for row in found], indent=2) + "\n")
+        record = {
+            "date": datetime.date.today().isoformat(),
+            "command": "python " + " ".join(sys.argv),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "rows": [row._asdict() | {"passed": row.passed} for row in found],
+        }
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0 if all(row.passed for row in found) else 1
 
 
