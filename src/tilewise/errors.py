@@ -4,7 +4,8 @@
     ValueError                       a wrong shape, size, device, value or combination
     NotImplementedError
       └─ UnsupportedError            legal input that the backend asked for, or every backend, cannot run
-           └─ DoubleBackwardError    a derivative of the gradient was asked for
+           ├─ DoubleBackwardError    a derivative of the gradient was asked for
+           └─ MissingKernelError     no precompiled kernel for a call, and no compiler to make one
 
 A message reads ``<argument>: expected <rule>, got <value>``: the argument first, since that is what its reader can
 change.
@@ -23,6 +24,10 @@ class UnsupportedError(NotImplementedError):
 
 class DoubleBackwardError(UnsupportedError):
     """A second derivative was asked for; attention's gradient is not itself differentiable here."""
+
+
+class MissingKernelError(UnsupportedError):
+    """A call needs a kernel that was not precompiled, and this machine has no compiler. The text says what adds it."""
 
 
 def describe(value: Any) -> str:
