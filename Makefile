@@ -2,7 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types bench-cpu docs
+# A GPU machine may bring an environment of its own: make gpu-test GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),.venv/cuda)
+RESULTS := benchmarks/results
+TODAY := $(shell date +%F)
+
+.PHONY: demo test check lint types docs bench-cpu gpu-test bench
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "tilewise needs Python 3.10 or newer, this is " + sys.version.split()[0])'
@@ -30,3 +36,16 @@ docs: .venv/ready
 
 bench-cpu: .venv/ready
 	$(BIN)/python benchmarks/bench_cpu.py
+
+# The numerics of every kernel, and its speed beside its peers (flash-attn-4 must be installed), written to RESULTS.
+.venv/cuda: .venv/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[cuda]' -c constraints.txt
+	@touch $@
+
+gpu-test: $(GPU_READY)
+	@for check in benchmarks/gpu/check_*.py; do what=$${check##*/check_}; what=$${what%.py}; \
+		PYTHONPATH=src:. $(GPU_PYTHON) $$check --json $(RESULTS)/sm90_$${what}_numerics_$(TODAY).json || exit 1; done
+
+bench: $(GPU_READY)
+	@for bench in benchmarks/gpu/bench_*.py; do what=$${bench##*/bench_}; what=$${what%.py}; \
+		PYTHONPATH=src:. $(GPU_PYTHON) $$bench --json $(RESULTS)/sm90_$${what}_$(TODAY).json || exit 1; done
