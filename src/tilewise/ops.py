@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .compile.memo import Ready
 from .errors import DoubleBackwardError
 from .problem import AttentionInputs
 
@@ -199,16 +200,64 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        n_score = ctx.call[1]
-        asked = ctx.needs_input_grad[1:]
-        needs = list(asked[: 4 + n_score])
-        grads: list[Tensor | None] = [None] * len(tensors)
-        if any(needs) and not (dout is None and dlse is None):
-            found = _Gradient.apply(ctx.call, needs, dout, dlse, out, lse, *tensors)
-            for i, need in enumerate(needs):
-                if need:
-                    grads[i] = found[i]
-        return (None, *grads)
+        return (None, *_gradients(ctx.call, ctx.needs_input_grad[1:], dout, dlse, out, lse, tensors))
+
+
+def _gradients(
+    call: tuple[Any, ...],
+    asked: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tensors: list[Tensor | None],
+) -> list[Tensor | None]:
+    """Return a gradient for each of `tensors` that wants one."""
+    needs = list(asked[: 4 + call[1]])
+    grads: list[Tensor | None] = [None] * len(tensors)
+    if any(needs) and not (dout is None and dlse is None):
+        found = _Gradient.apply(call, needs, dout, dlse, out, lse, *tensors)
+        for i, need in enumerate(needs):
+            if need:
+                grads[i] = found[i]
+    return grads
+
+
+class ReadyFunction(torch.autograd.Function):
+    """`AttentionFunction` for a dense call whose launch is ready: (launch, call) from `ready`, then q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, launch: Ready, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = launch(q, k, v)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, q, k, v)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        out, lse, q, k, v = ctx.saved_tensors
+        asked = (*ctx.needs_input_grad[2:], False)
+        return (None, None, *_gradients(ctx.call, asked, dout, dlse, out, lse, [q, k, v, None])[:3])
+
+
+def ready(inputs: AttentionInputs, backend: str | None) -> tuple[Ready, tuple[Any, ...]] | None:
+    """Return (launch, call) for later calls just like this one; None if its backend has no launch to keep."""
+    from .dispatch import choose_for
+
+    make = getattr(choose_for(inputs, "forward", backend), "ready", None)
+    launch = None if make is None else make(inputs)
+    return None if launch is None else (launch, _call(inputs, backend)[0])
+
+
+def ready_attention(launch: Ready, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a launch that `ready` made, with its gradient where one is asked for."""
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        result: tuple[Tensor, Tensor] = ReadyFunction.apply(launch, call, q, k, v)
+        return result
+    return launch(q, k, v)
 
 
 def attention(inputs: AttentionInputs, backend: str | None = None) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """A folder of precompiled kernels: what a machine with neither the DSL nor a compiler runs from.
 
-    DIR/__init__.py       so that the folder can be shipped as a package
-    DIR/manifest.json     format, fingerprint of the sources, packages it was compiled with, and each kernel's key
-    DIR/libcute_dsl_runtime.so
-    DIR/<digest>.so       sealed as in the disk cache; the digest leaves out the compiler's version
+DIR/__init__.py       so that the folder can be shipped as a package
+DIR/manifest.json     format, fingerprint of the sources, packages it was compiled with, and each kernel's key
+DIR/libcute_dsl_runtime.so
+DIR/<digest>.so       sealed as in the disk cache; the digest leaves out the compiler's version
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from importlib.util import find_spec
-from typing import NoReturn
+from dataclasses import fields, replace
+from typing import Any, NoReturn
 
 import torch
 
+from ...compile.folder import kernel_folder
 from ...compile.key import CompileKey
+from ...compile.launch import can_compile
+from ...compile.memo import Ready
 from ...errors import UnsupportedError
 from ...problem import AttentionInputs, AttentionProblem, Gradients, TensorSig
+from ...settings import log
 from ...target import Target, capability, multiprocessors
-from .config import ForwardConfig, choose
+from .config import ForwardConfig, choose, tuned
 
 Tensor = torch.Tensor
 
@@ -35,8 +38,8 @@ class Sm90Backend:
             reasons.append(f"q is on {device}, not on a CUDA device")
         elif capability(device.index or 0) != (9, 0):
             reasons.append("compute capability %d.%d, not 9.0" % capability(device.index or 0))
-        if find_spec("cutlass") is None:
-            reasons.append("nvidia-cutlass-dsl is not installed")
+        if not can_compile() and kernel_folder() is None:
+            reasons.append("nvidia-cutlass-dsl is not installed, and no precompiled kernels are (TILEWISE_KERNELS)")
         return reasons
 
     def unsupported(self, problem: AttentionProblem) -> list[str]:
@@ -94,9 +97,8 @@ class Sm90Backend:
         if scale <= 0.0:
             # The running maximum is taken of unscaled scores: the sign goes into q, and 0 makes all scores 0.
             q, scale = (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
-        problem = kernel_problem(inputs.problem())
-        config = choose(problem, inputs.extents())
-        run = compile_kernel(CompileKey("sm90.forward", problem, config, Target.of_arch(ARCH)))
+        key = forward_key(inputs)
+        config, run = key.config, compile_kernel(key)
         target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         stats = lse if lse.stride(-1) == 1 or lse.shape[-1] == 1 else torch.empty_like(lse, memory_format=torch.contiguous_format)
         run(
@@ -116,6 +118,38 @@ class Sm90Backend:
             out.copy_(target)
         if stats is not lse:
             lse.copy_(stats)
+
+    def keys(self, inputs: AttentionInputs, direction: str) -> list[CompileKey]:
+        """Return the kernels that a call needs, for compiling ahead of time. Reads no device."""
+        return [forward_key(inputs)] if direction == "forward" else []
+
+    def ready(self, inputs: AttentionInputs) -> Ready | None:
+        """Return a launch for calls just like `inputs`, a dense one; None if such a call needs more than one launch."""
+        from ...compile import compile_kernel
+
+        x = inputs
+        tensors = (x.q, x.k, x.v)
+        out_shape, lse_shape, dtype, device = x.out_shape, x.lse_shape, x.q.dtype, x.q.device
+        if x.softmax_scale <= 0.0 or x.sink is not None or any(t.numel() == 0 for t in tensors):
+            return None
+        if not all(is_aligned(t) and four(t) is t for t in tensors):
+            return None
+        key = forward_key(x)
+        run, counted = compile_kernel(key), key.config.schedule == "dynamic"
+        numbers = (x.softmax_scale, x.softcap or 1.0, bound(x.window_left), bound(x.window_right), x.batch, multiprocessors(device.index))
+        index, current, empty, fp32, int32 = device.index, torch._C._cuda_getDevice, torch.empty, torch.float32, torch.int32
+
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            if current() != index:
+                with torch.cuda.device(index):
+                    return launch(q, k, v)
+            out = empty(out_shape, dtype=dtype, device=device)
+            lse = empty(lse_shape, dtype=fp32, device=device)
+            counter = torch.zeros(1, dtype=int32, device=device) if counted else None
+            run(q, k, v, out, lse, None, None, None, None, None, counter, *numbers)
+            return out, lse
+
+        return launch
 
     @staticmethod
     def _without_keys(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,6 +174,22 @@ class Sm90Backend:
             inside = inside & (rows - starts[which] < inputs.seqused_q[which])
         lse.copy_(torch.where(inside[None], sink[:, None], lse))
         return out, lse
+
+
+def forward_key(inputs: AttentionInputs) -> CompileKey:
+    """Return the forward kernel of a call, planned."""
+    problem = kernel_problem(inputs.problem())
+    config = choose(problem, inputs.extents())
+    log("plan", (problem, config), lambda: f"{problem} -> sm90 {config}: {reason(problem, config)}")
+    return CompileKey("sm90.forward", problem, config, Target.of_arch(ARCH))
+
+
+def reason(problem: AttentionProblem, config: Any) -> str:
+    """Say in words why `config` was chosen for `problem`."""
+    if config == tuned(problem):
+        return "the measured configuration for these head dims and bounds"
+    changes = [f.name for f in fields(config) if getattr(config, f.name) != getattr(tuned(problem), f.name)]
+    return f"the measured configuration with {', '.join(changes)} changed for these sizes"
 
 
 def is_aligned(t: Tensor) -> bool:
