@@ -1,10 +1,11 @@
 """Check the sm90 forward against fp64 on a GPU: named and drawn cases, poisoned outputs and padding, two equal runs.
 
-    python benchmarks/gpu/check_forward.py [--cases 1500] [--workers 12] [--small] [--json FILE]
+    python benchmarks/gpu/check_forward.py [--cases 1500] [--workers 12] [--small] [--set FIELD=VALUE ...] [--json FILE]
 
 Each case is compared by the rule of the contract: the error of out may be twice that of plain PyTorch attention in the
 input dtype plus 1e-5, that of lse 1e-4; rows that see no key must be exactly 0 and -inf. `--small` runs one small case
-of each feature in this process, for compute-sanitizer.
+of each feature in this process, for compute-sanitizer. `--set` changes fields of every configuration, where the
+result still fits a block's shared memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import json
 import random
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from ast import literal_eval
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
 import torch
 
+from tilewise.backends.sm90 import backend as sm90
 from tilewise.backends.sm90.backend import Sm90Backend
+from tilewise.backends.sm90.config import SMEM_LIMIT, choose
 from tilewise.problem import AttentionInputs
 
 NAN, INF = float("nan"), float("inf")
@@ -247,6 +251,17 @@ def drawn(seed: int) -> Case:
     return Case(**kw)
 
 
+def change_configurations(changes: dict) -> None:
+    """Make the backend run changed configurations in this process."""
+
+    def changed(problem, extents):
+        config = choose(problem, extents)
+        other = replace(config, **changes)
+        return other if other.smem_bytes(problem) <= SMEM_LIMIT else config
+
+    sm90.choose = changed
+
+
 def worker(cases: list[tuple[str, Case]]) -> list[tuple[str, str | None]]:
     torch.cuda.init()
     done = []
@@ -265,12 +280,18 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--small", nargs="*", metavar="NAME", help="of these named cases, or of one a feature")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", dest="changes")
     parser.add_argument("--json")
     args = parser.parse_args()
     began = time.time()
+    changes = {}
+    for change in args.changes:
+        field, value = change.split("=")
+        changes[field] = value if value.isalpha() and value not in ("True", "False") else literal_eval(value)
     named = [(n, c) for n, c in NAMED.items()]
     if args.small is not None:
         pick = args.small or SMALL
+        change_configurations(changes)
         results = worker([(n, NAMED[n]) for n in pick])
     else:
         cases = named + [(f"drawn_{i}", drawn(i)) for i in range(max(args.cases - len(named), 0))]
@@ -279,7 +300,7 @@ def main() -> None:
             kind = (case.d, case.dv, case.dtype, case.lengths_q is None, case.lengths_k is None, case.used_q, case.softcap != 0,
                     case.left is None, case.right is None, case.sink, case.pack and case.heads // case.heads_kv)  # fmt: skip
             groups.setdefault(kind, []).append((name, case))
-        with get_context("spawn").Pool(args.workers) as pool:
+        with get_context("spawn").Pool(args.workers, change_configurations, (changes,)) as pool:
             results = [x for part in pool.imap_unordered(worker, list(groups.values()), chunksize=1) for x in part]
         print(f"{len(groups)} kinds")
     bad = [(n, w) for n, w in results if w]

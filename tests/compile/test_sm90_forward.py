@@ -28,6 +28,8 @@ CASES: dict[str, tuple[AttentionProblem, ForwardConfig | None]] = {
     "d128_full": (problem(128), None),
     "d128_long": (problem(128), ForwardConfig(2, 160, 2, schedule="static", cluster=2)),
     "short_rows": (problem(128, **PACKED), ForwardConfig(1, 64, 2, schedule="dynamic")),
+    "d128_sections_direct": (problem(128, right=True), ForwardConfig(2, 128, 2, own_o=False, schedule="dynamic", direct=True, section_mib=16)),
+    "d256_direct_late": (problem(256), ForwardConfig(2, 80, 2, own_o=False, schedule="static", pingpong=True, late_turn=True, cluster=2, direct=True)),
     "d128_causal": (problem(128, right=True), None),
     "d192_128_causal": (problem(192, 128, right=True), None),
     "d256_full": (problem(256), None),

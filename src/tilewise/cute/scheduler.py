@@ -35,6 +35,23 @@ def sequence_of_slot(
     return low, cu[low] * group // tile_m + low
 
 
+@cute.jit
+def tile_of_section(tile: Int32, group: Int32, tiles_m: Int32, section: Int32, outer: Int32):
+    """Return (head in its group, row of tiles, pair of key head and sequence) of a tile number.
+
+    The `outer` pairs are dealt out in sections of `section`, whose K and V stay in L2 together. Within a section the
+    row of tiles is the slow index: where long rows come first, only short ones are left at the end of the grid. (Head
+    by head, the last head's longest row starts when little else is left to run beside it.)
+    """
+    whole = section * tiles_m * group
+    at = tile // whole
+    inside = tile - at * whole
+    here = cutlass.min(section, outer - at * section)
+    rest = inside // group
+    m = rest // here
+    return inside - rest * group, m, at * section + rest - m * here
+
+
 # Where the next tile comes from; a number of `tiles` or more ends a block's work.
 #   "single"   none                          "static"   the grid size on
 #   "dynamic"  the producer draws from a counter in global memory, zero at launch, and hands the number to the consumers

@@ -29,9 +29,12 @@ class ForwardConfig:
         schedule: "single": one tile a block of threads, in launch order; "static": one block of threads per
             multiprocessor, tiles dealt in turn; "dynamic": likewise, but each takes the next tile when it is free.
         pingpong: the warpgroups take turns on the tensor cores.
+        late_turn: the turn passes on when S has arrived, not when its multiply is issued: softmaxes are staggered.
         lazy: the output is rescaled only where the maximum grew by more than 2^8, by a vote of the warp.
         cluster: adjacent query tiles that fetch K and V once for all (1: none).
         pack: query heads packed into the rows of a tile (1: none).
+        direct: the output goes from registers to global memory; shared memory holds no output tile.
+        section_mib: K and V of the heads whose tiles are dealt out together, longest first (0: head by head).
     """
 
     warpgroups: int = 2
@@ -40,9 +43,12 @@ class ForwardConfig:
     own_o: bool = True
     schedule: str = "single"
     pingpong: bool = False
+    late_turn: bool = False
     lazy: bool = False
     cluster: int = 1
     pack: int = 1
+    direct: bool = False
+    section_mib: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -55,6 +61,11 @@ class ForwardConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
+    def frees_q(self) -> bool:
+        """Whether Q's buffer is free once the tile's last S is done, and not only when its output has left."""
+        return self.own_o or self.direct
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer and of a consumer thread."""
         return {1: (56, 240), 2: (40, 232), 3: (32, 160)}[self.warpgroups]
@@ -63,7 +74,7 @@ class ForwardConfig:
         """Return the shared memory of a block, barriers and alignment included."""
         d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
         q = self.tile_m * d
-        o = self.tile_m * dv
+        o = 0 if self.direct else self.tile_m * dv
         kv = self.stages * self.tile_n * (d + dv)
         return 2 * ((q + o if self.own_o else max(q, o)) + kv) + 2048
 

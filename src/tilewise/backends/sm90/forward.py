@@ -6,7 +6,7 @@ Roles (one block of threads)
 
 Buffers
     sQ  one query tile, held while its tile lasts      sK, sV  rings of `stages` blocks
-    sO  the output tile: its own, or in Q's place once the tile's last S is done
+    sO  the output tile: its own, or in Q's place once the tile's last S is done, or none (`direct`)
 
 Order within a consumer: while softmax runs on block n, P V of block n + 1 is still in flight; P stays in registers as
 operand A. Key blocks are walked from the right end so that blocks that need a mask come first: edge, right-masked,
@@ -116,11 +116,16 @@ class ForwardKernel:
         grid = tiles
         if const_expr(c.schedule != "single"):
             grid = cutlass.min(tiles, multiprocessors // c.cluster * c.cluster)
+        # Pairs of key head and sequence whose tiles are dealt out together.
+        outer = mK.shape[2] if const_expr(cu_q is not None) else mK.shape[2] * mQ.shape[3]
+        keys = mK.shape[0] if const_expr(cu_k is None) else cute.ceil_div(mK.shape[0], batch)
+        section = (c.section_mib << 20) // (2 * (d + dv)) // cutlass.max(keys, 1)
+        section = cutlass.min(cutlass.max(section, 1), outer)
         left = left if const_expr(self.problem.left) else None
         right = right if const_expr(self.problem.right) else None
         self.kernel(
             tma_q, tQ, tma_k, tK, tma_v, tV, tma_o, tO, mO, mLSE, cu_q, cu_k, used_q, used_k, sink, counter,
-            scale, cap, left, right, batch, rows, group, tiles_m, tiles, sQ_l, sK_l, sV_l, sO_l,
+            scale, cap, left, right, batch, rows, group, tiles_m, tiles, section, sQ_l, sK_l, sV_l, sO_l,
         ).launch(
             grid=(grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1,
             cluster=(c.cluster, 1, 1) if const_expr(c.cluster > 1) else None,
@@ -132,7 +137,7 @@ class ForwardKernel:
         self, tma_q: cute.CopyAtom, tQ: cute.Tensor, tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom,
         tV: cute.Tensor, tma_o: cute.CopyAtom, tO: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor, cu_q, cu_k,
         used_q, used_k, sink, counter, scale: Float32, cap: Float32, left, right, batch: Int32, rows: Int32, group: Int32,
-        tiles_m: Int32, tiles: Int32, sQ_l: cute.ComposedLayout, sK_l: cute.ComposedLayout,
+        tiles_m: Int32, tiles: Int32, section: Int32, sQ_l: cute.ComposedLayout, sK_l: cute.ComposedLayout,
         sV_l: cute.ComposedLayout, sO_l: cute.ComposedLayout,
     ):  # fmt: skip
         c = self.config
@@ -148,7 +153,7 @@ class ForwardKernel:
             next_tile: cute.struct.MemRange[Int32, 2]
             sQ: cute.struct.Align[
                 cute.struct.MemRange[
-                    self.dtype, cute.cosize(sQ_l) if c.own_o else max(cute.cosize(sQ_l), cute.cosize(sO_l))
+                    self.dtype, cute.cosize(sQ_l) if c.frees_q else max(cute.cosize(sQ_l), cute.cosize(sO_l))
                 ],
                 1024,
             ]
@@ -181,7 +186,7 @@ class ForwardKernel:
         if const_expr(c.cluster > 1):
             shared = {"cta_layout_vmnk": cute.make_layout((1, c.cluster, 1, 1)), "mcast_mode_mn": (0, 1)}
         # Q is released by every warp after its last S, or by one warp a warpgroup once O has left Q's place.
-        pipe_q = ring(1, c.warpgroups * (4 if c.own_o else 1), sQ_l, storage.bar_q)
+        pipe_q = ring(1, c.warpgroups * (4 if c.frees_q else 1), sQ_l, storage.bar_q)
         warps = 4 * c.warpgroups * c.cluster
         pipe_k = ring(c.stages, warps, cute.select(sK_l, mode=[0, 1]), storage.bar_k, **shared)
         pipe_v = ring(c.stages, warps, cute.select(sV_l, mode=[0, 1]), storage.bar_v, **shared)
@@ -195,7 +200,7 @@ class ForwardKernel:
         else:
             cute.arch.sync_threads()
 
-        lengths = (cu_q, cu_k, used_q, used_k, batch, rows, tK.shape[0], group, tiles_m)
+        lengths = (cu_q, cu_k, used_q, used_k, batch, rows, tK.shape[0], group, tiles_m, section)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
@@ -215,8 +220,12 @@ class ForwardKernel:
     @cute.jit
     def locate(self, tile: Int32, heads: Int32, lengths, left, right):
         """Return (live, m, h, hk, batch coordinates, offsets, row counts, key block range) of a tile number."""
-        cu_q, cu_k, used_q, used_k, batch, size_q, size_k, group, tiles_m = lengths
-        if const_expr(cu_q is not None or self.config.cluster == 1):
+        cu_q, cu_k, used_q, used_k, batch, size_q, size_k, group, tiles_m, section = lengths
+        heads_kv = heads // group
+        if const_expr(self.config.section_mib > 0 and self.config.cluster == 1):
+            outer = heads_kv if const_expr(cu_q is not None) else heads_kv * batch
+            g, m, hk_b = scheduler.tile_of_section(tile, group, tiles_m, section, outer)
+        elif const_expr(cu_q is not None or self.config.cluster == 1):
             # The heads of a group are neighbours.
             rest = tile // group
             g = tile - rest * group
@@ -228,7 +237,6 @@ class ForwardKernel:
             m = tile - rest * tiles_m
             hk_b = rest // group
             g = rest - hk_b * group
-        heads_kv = heads // group
         if const_expr(cu_q is not None):
             hk = hk_b
             b, first = scheduler.sequence_of_slot(cu_q, m, batch, self.pack, self.tile_m)
@@ -391,8 +399,9 @@ class ForwardKernel:
                 pipe_k.consumer_wait(k_at)
                 self.take_turn(wg)
                 mma_sm90.issue(qk0, qk1, acc_s, rQ, rK[None, None, None, k_at.index], True)
-                self.pass_turn(wg)
+                self.pass_turn(wg, False)
                 warpgroup.wait_group(0)
+                self.pass_turn(wg, True)
                 pipe_k.consumer_release(k_at)
                 k_at.advance()
                 if const_expr(self.problem.softcap):
@@ -422,7 +431,7 @@ class ForwardKernel:
                         self.step(free_begin - 1 - i, k_at, v_at, False, True, loop)
                         k_at.advance()
                         v_at.advance()
-                if const_expr(c.own_o):
+                if const_expr(c.frees_q):
                     pipe_q.consumer_release(q_at)
 
                 pipe_v.consumer_wait(v_at)
@@ -453,8 +462,11 @@ class ForwardKernel:
                     position = row // self.pack
                     if (lane % 4 == 0) & (position < rows):
                         mLSE[offset_q + position, h * self.pack + (row - position * self.pack), bq] = lse[r]
-                self.store(rO, pv1, sO, tma_o, tO, mO, m * c.warpgroups + wg, wg, tid, warp, h, bq, offset_q, rows)
-                if const_expr(not c.own_o):
+                if const_expr(c.direct):
+                    self.store_rows(rO, mO, row_base, h, bq, offset_q, rows, lane)
+                else:
+                    self.store(rO, pv1, sO, tma_o, tO, mO, m * c.warpgroups + wg, wg, tid, warp, h, bq, offset_q, rows)
+                if const_expr(not c.frees_q):
                     if warp % 4 == 0:
                         pipe_q.consumer_release(q_at)
                 q_at.advance()
@@ -478,8 +490,9 @@ class ForwardKernel:
         mma_sm90.issue(qk0, qk1, acc_s, rQ, rK[None, None, None, k_at.index], True)
         pipe_v.consumer_wait(v_at)
         mma_sm90.issue(pv1, pv1, acc_o, tP, rV[None, None, None, v_at.index], False)
-        self.pass_turn(wg)
+        self.pass_turn(wg, False)
         warpgroup.wait_group(1)
+        self.pass_turn(wg, True)
         pipe_k.consumer_release(k_at)
         if const_expr(self.problem.softcap):
             softmax.cap(acc_s, score_scale)
@@ -574,11 +587,41 @@ class ForwardKernel:
                     cute.arch.barrier(barrier_id=4 + wg, number_of_threads=128)
 
     @cute.jit
+    def store_rows(self, rO, mO, row_base, h, bq, offset_q, rows, lane):
+        """Write this thread's rows from registers, 8 bytes at a time, whole 32-byte sectors a row.
+
+        Lanes of a pair trade column pairs of two neighbouring blocks of eight, so that each holds four columns in a row.
+        """
+        pairs = cute.recast_tensor(rO, Int32)
+        odd = lane % 2
+        blocks = cute.ceil_div(self.problem.head_dim_v, 8)
+        for r in cutlass.range_constexpr(2):
+            held = cute.make_rmem_tensor((2, (blocks + 1) // 2), Int32)
+            for i in cutlass.range_constexpr((blocks + 1) // 2):
+                a, b = pairs[r + 4 * i], pairs[r + 4 * i + 2]
+                traded = cute.arch.shuffle_sync_bfly(Int32(cutlass.select_(odd != 0, a, b)), 1)
+                held[0, i] = Int32(cutlass.select_(odd != 0, traded, a))
+                held[1, i] = Int32(cutlass.select_(odd != 0, b, traded))
+            row = row_base + 8 * r
+            position = row // self.pack
+            if position < rows:
+                line = mO[offset_q + position, None, h * self.pack + (row - position * self.pack), bq]
+                for i in cutlass.range_constexpr((blocks + 1) // 2):
+                    at = 4 * i + (lane % 4) // 2 + 2 * odd
+                    values = cute.recast_tensor(held[None, i], self.dtype)
+                    if const_expr(2 * i + 2 <= blocks):
+                        cute.autovec_copy(values, cute.local_tile(line, (4,), (at,)))
+                    else:
+                        if odd == 0:
+                            cute.autovec_copy(values, cute.local_tile(line, (4,), (at,)))
+
+    @cute.jit
     def take_turn(self, wg):
         if const_expr(self.config.pingpong):
             cute.arch.barrier(barrier_id=1 + wg, number_of_threads=256)
 
     @cute.jit
-    def pass_turn(self, wg):
-        if const_expr(self.config.pingpong):
+    def pass_turn(self, wg, arrived: cutlass.Constexpr[bool]):
+        """Let the next warpgroup multiply: before or after this one's S has arrived, as configured."""
+        if const_expr(self.config.pingpong and self.config.late_turn == arrived):
             cute.arch.barrier_arrive(barrier_id=1 + (wg + 1) % self.config.warpgroups, number_of_threads=256)
