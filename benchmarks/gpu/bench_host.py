@@ -1,6 +1,6 @@
 """From call to launch on a Hopper GPU: host time, warm start, CUDA graphs, streams, and running without the DSL.
 
-    python benchmarks/gpu/bench_host.py [--output FILE]
+    python benchmarks/gpu/bench_host.py [--json FILE]
 
 Needs tilewise[cuda] and a linker; flash-attn-4 is measured beside it where it is installed. Every part that fails is
 reported, the others still run; the exit status is 1 if one failed.
@@ -109,7 +109,7 @@ def without_compiler() -> dict[str, object]:
         assert not failed, failed
         seconds = time.perf_counter() - start
         bare = {"TILEWISE_KERNELS": folder, "PATH": "", "TILEWISE_CACHE": "0"}
-        blocked = ("cutlass", "nvidia_cutlass_dsl", "filelock", "platformdirs", "rich")
+        blocked = ("cutlass", "nvidia_cutlass_dsl", "platformdirs", "rich")
         found = {"precompile s": round(seconds, 1), "run": fresh(blocked, **bare)}
         for path in Path(folder).glob("*.so"):
             if path.name != "libcute_dsl_runtime.so":
@@ -203,7 +203,7 @@ def reduce_overhead() -> dict[str, object]:
 def main() -> int:
     """Run every part, print and write what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="write the results there, in JSON")
+    parser.add_argument("--json", type=Path, help="write the results there, in JSON")
     given = parser.parse_args()
     sys.path.insert(0, str(SOURCE))
     with tempfile.TemporaryDirectory() as folder:
@@ -219,8 +219,8 @@ def main() -> int:
                 bad = 1
                 results[part.__name__] = {"failed": traceback.format_exc()[-2500:]}
             print(part.__name__, json.dumps(results[part.__name__], indent=1), flush=True)
-            if given.output:
-                given.output.write_text(json.dumps(results, indent=1) + "\n")
+            if given.json:
+                given.json.write_text(json.dumps(results, indent=1) + "\n")
     return bad
 
 
