@@ -2,6 +2,7 @@
 
     TypeError                        a wrong kind of thing, or a wrong dtype
     ValueError                       a wrong shape, size, device, value or combination
+      └─ SettingError                a TILEWISE_* environment variable holds what it cannot mean
     NotImplementedError
       └─ UnsupportedError            legal input that the backend asked for, or every backend, cannot run
            ├─ DoubleBackwardError    a derivative of the gradient was asked for
@@ -20,6 +21,10 @@ import torch
 
 class UnsupportedError(NotImplementedError):
     """Legal input that no backend, or not the backend asked for by name, can run. The text lists each one's reasons."""
+
+
+class SettingError(ValueError):
+    """A TILEWISE_* environment variable holds what it cannot mean."""
 
 
 class DoubleBackwardError(UnsupportedError):

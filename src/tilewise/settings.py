@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import SettingError
+
 #: Every variable that is read here; the doctor names any other TILEWISE_* as unknown.
 VARIABLES = (
     "TILEWISE_CHECK",
@@ -55,7 +57,7 @@ class Settings:
         """Read the environment as it is now.
 
         Raises:
-            ValueError: a variable holds what it cannot mean.
+            SettingError: a variable holds what it cannot mean.
         """
         get = os.environ.get
         topics = frozenset(t.strip() for t in get("TILEWISE_LOG", "").split(",") if t.strip())
@@ -75,7 +77,7 @@ class Settings:
 def _flag(name: str, default: bool) -> bool:
     text = os.environ.get(name, "").strip().lower()
     if text not in {"", "0", "1", "false", "true"}:
-        raise ValueError(f"{name}: expected 0 or 1, got {text!r}")
+        raise SettingError(f"{name}: expected 0 or 1, got {text!r}")
     return text in {"1", "true"} if text else default
 
 
@@ -88,7 +90,7 @@ def _number(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value < float("inf"):
-        raise ValueError(f"{name}: expected a number of at least 0, got {text!r}")
+        raise SettingError(f"{name}: expected a number of at least 0, got {text!r}")
     return value
 
 

@@ -9,6 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ..errors import SettingError
+from ..settings import TOPICS, VARIABLES, Settings
+
 
 def report() -> int:
     """Print the report; return 1 if something is wrong, else 0."""
@@ -23,7 +26,11 @@ def report() -> int:
         ("kernel cache", _cache),
     ):
         print(title)
-        for line in section(wrong):
+        try:
+            lines = section(wrong)
+        except SettingError:  # `_settings` has said which and why
+            lines = ["unknown: the settings cannot be read"]
+        for line in lines:
             print(f"  {line}")
     print("wrong" if wrong else "nothing is wrong")
     for line in wrong:
@@ -52,13 +59,11 @@ def _gpus(wrong: list[str]) -> list[str]:
 
 
 def _settings(wrong: list[str]) -> list[str]:
-    from ..settings import TOPICS, VARIABLES, Settings
-
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("TILEWISE_")}
     wrong += [f"{name} is no setting; expected {', '.join(VARIABLES)}" for name in given if name not in VARIABLES]
     try:
         asked = Settings.from_environment()
-    except ValueError as error:
+    except SettingError as error:
         wrong.append(f"{error}; unset or correct it")
     else:
         wrong += [f"TILEWISE_LOG: no topic {t!r}; expected {', '.join(sorted(TOPICS))}" for t in asked.log - TOPICS]
@@ -125,10 +130,7 @@ def _precompiled(wrong: list[str]) -> list[str]:
 def _cache(wrong: list[str]) -> list[str]:
     from ..compile.cache import disk_cache
 
-    try:
-        disk = disk_cache()
-    except ValueError as error:
-        return [f"settings cannot be read: {error}"]
+    disk = disk_cache()
     if disk is None:
         return ["off"]
     kernels = disk.kernels()
